@@ -52,7 +52,8 @@ class _Entry:
         module: that is an :class:`Engine`.
         packages: that must be importable.
         extra: of this project, which installs them; empty = there is none.
-        recovers: whether it supports `launch.recovery` and `launch.min_devices` itself.
+        recovers: whether it supports `launch.recovery` on one machine.
+        shrinks: whether it supports `launch.min_devices` on one machine.
         gives_variables: whether ranks receive the environment variables that the configuration refers to.
     """
 
@@ -60,13 +61,14 @@ class _Entry:
     packages: tuple[str, ...] = ()
     extra: str = ""
     recovers: bool = False
+    shrinks: bool = False
     gives_variables: bool = True
 
 
 _ENGINES: dict[str, _Entry] = {
     "kubernetes": _Entry("trainwright.launch.engines.kubernetes.kubernetes", gives_variables=False),
-    "slurm": _Entry("trainwright.launch.engines.slurm.slurm", ("submitit",), "slurm", recovers=True),
-    "ray": _Entry("trainwright.launch.engines.ray.ray", ("ray",), "ray", recovers=True),
+    "slurm": _Entry("trainwright.launch.engines.slurm.slurm", ("submitit",), "slurm", recovers=True, shrinks=True),
+    "ray": _Entry("trainwright.launch.engines.ray.ray", ("ray",), "ray", shrinks=True),
 }
 
 
@@ -138,16 +140,14 @@ def _common_problems(cfg: DictConfig) -> Iterator[str]:
             f"devices=auto with launch={cfg.launch.kind}: this command cannot count the devices of other machines; "
             "type the ranks per machine, like devices=8"
         )
-    recovers = _ENGINES[cfg.launch.kind].recovers
-    if cfg.launch.recovery != RESTART and not recovers:
+    entry, one_machine = _ENGINES[cfg.launch.kind], cfg.nodes == 1
+    where = f"launch={cfg.launch.kind}" + ("" if one_machine else f" on nodes={cfg.nodes}")
+    if cfg.launch.recovery != RESTART and not (entry.recovers and one_machine):
         yield (
-            f"launch.recovery={cfg.launch.recovery} with launch={cfg.launch.kind}: only launch=local can continue "
-            "after losing a rank; type launch.recovery=restart"
+            f"launch.recovery={cfg.launch.recovery} with {where}: a failure restarts all ranks; type "
+            "launch.recovery=restart"
         )
-    if cfg.launch.min_devices is not None and not recovers:
-        yield (
-            f"launch.min_devices={cfg.launch.min_devices} with launch={cfg.launch.kind}: only launch=local chooses "
-            "among the devices of a machine; leave it out"
-        )
+    if cfg.launch.min_devices is not None and not (entry.shrinks and one_machine):
+        yield f"launch.min_devices={cfg.launch.min_devices} with {where}: the ranks cannot become fewer; leave it out"
     if cfg.launch.port is not None:
         yield f"launch.port={cfg.launch.port} with launch={cfg.launch.kind}: only launch=local reads it; leave it out"

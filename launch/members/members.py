@@ -9,7 +9,8 @@ from omegaconf import DictConfig
 from trainwright.launch.members.mailbox import Mailbox, records_of
 from trainwright.launch.members.member import member_main
 from trainwright.launch.ranks.rendezvous import rank_environment
-from trainwright.launch.ranks.supervisor import Monitor, RankExit, Supervisor
+from trainwright.launch.ranks.supervisor import RankExit, Supervisor
+from trainwright.launch.watchdog.monitor import HangMonitor
 
 
 class Members(Supervisor):
@@ -29,7 +30,7 @@ class Members(Supervisor):
     """
 
     def __init__(
-        self, cfg: DictConfig, verb: str, records: Path, environment: Mapping[str, str], monitor: Monitor | None
+        self, cfg: DictConfig, verb: str, records: Path, environment: Mapping[str, str], monitor: HangMonitor | None
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="members-", dir=records))
         records_of(records, None).mkdir()

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 from trainwright.core.failures.failure import FoundHang
 from trainwright.core.processes.process import kill_with_workers
 from trainwright.launch.ranks.forkserver import hidden_main, start_forkserver
+from trainwright.launch.watchdog.monitor import HangMonitor
 
 # Seconds between two checks of the monitor.
 _MONITOR_INTERVAL = 0.5
@@ -21,19 +22,6 @@ _MONITOR_INTERVAL = 0.5
 _SECONDS_TO_DIE = 30.0
 # Exit code of multiprocessing for children of a killed fork server: their real state is unknown.
 _SERVER_KILLED = 255
-
-
-class Monitor(Protocol):
-    """Interface of a detector of ranks that hang."""
-
-    def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables by which the process of `rank` knows that it is watched."""
-
-    def watch(self, rank: int, pid: int) -> None:
-        """Register process `pid` as `rank`, replacing an earlier one."""
-
-    def check(self) -> FoundHang | None:
-        """Return the rank that hangs, if any; called every half second, must not block."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, entry: Callable[..., None], arguments: tuple[Any, ...] = (), monitor: Monitor | None = None
+        self, entry: Callable[..., None], arguments: tuple[Any, ...] = (), monitor: HangMonitor | None = None
     ) -> None:
         self._entry = entry
         self._arguments = arguments

@@ -52,10 +52,10 @@ def own_answer(threads: list[Thread]) -> Answer:
     try:
         made, groups = calls.own_calls(), calls.own_groups()
     except Exception:  # another format of torch's records: the stacks are useful without calls
-        made, groups = [], []
+        made, groups = [], {}
     torch: Any = sys.modules.get("torch")
     on_accelerator = torch is not None and bool(torch.cuda.is_initialized())
-    return Answer(tuple(threads), tuple(made), {group.name: group for group in groups}, on_accelerator)
+    return Answer(tuple(threads), tuple(made), groups, on_accelerator)
 
 
 class Answerer:

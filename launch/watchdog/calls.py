@@ -102,18 +102,18 @@ def own_calls() -> list[Call]:
     return [call for call in calls[:old] if call.pending] + calls[old:]
 
 
-def own_groups() -> list[Group]:
-    """Return the process groups of this process."""
+def own_groups() -> dict[str, Group]:
+    """Return the process groups of this process by name."""
     if not _has_groups():
-        return []
+        return {}
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
-    found = []
+    found = {}
     # A copy, because the main thread may be creating a group.
     for group, name in list(world.pg_names.items()):
         ranks = tuple(sorted(world.pg_group_ranks.get(group, {})))
-        found.append(Group(name, _label(name, getattr(group, "group_desc", "")), ranks))
+        found[name] = Group(name, _label(name, getattr(group, "group_desc", "")), ranks)
     return found
 
 

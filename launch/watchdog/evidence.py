@@ -1,7 +1,7 @@
 """Evidence about one rank that may hang, and the cause of its wait as its stack shows it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trainwright.core.processes.process import IN_KERNEL, RUNNING, STOPPED, TRACED
 from trainwright.launch.watchdog.answers import Answer
@@ -155,7 +155,7 @@ class Evidence:
     asked: bool = True
     state: str = ""
     stacks: str = ""
-    children: tuple[Child, ...] = field(default=())
+    children: tuple[Child, ...] = ()
     halted: bool = False
 
     @property

@@ -3,7 +3,7 @@
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from trainwright.core.processes.process import STOPPED, catches, children_of, name_of, state_of
@@ -16,22 +16,6 @@ from trainwright.launch.watchdog.evidence import DATA, Child, Evidence
 ANSWER_SECONDS = 3.0
 # Time for the interpreter's C handler to write.
 _STACK_SECONDS = 0.5
-
-
-@dataclass
-class _SignalledProcess:
-    """A process that was sent the signal, and the offset of its stacks in the file."""
-
-    process: int
-    path: Path
-    begin: int
-
-    def text(self) -> str:
-        """Return the stacks it has written."""
-        with suppress(OSError), self.path.open("rb") as file:
-            file.seek(self.begin)
-            return file.read().decode("utf-8", "replace")
-        return ""
 
 
 class Inquiry:
@@ -51,7 +35,8 @@ class Inquiry:
         for box in ranks:
             self._ranks[box] = replace(ranks[box], asked=box in self._open)
         self._end = time.monotonic() + ANSWER_SECONDS
-        self._signals: dict[tuple[int, int], _SignalledProcess] | None = None
+        # Box and process -> offset of its stacks in the file of the box, of the processes that were sent the signal.
+        self._signals: dict[tuple[int, int], int] | None = None
 
     def advance(self) -> list[Evidence] | None:
         """Return all evidence ordered by box; ``None`` = answers are outstanding."""
@@ -73,9 +58,9 @@ class Inquiry:
                 self._open.discard(box)
                 self._ranks[box] = replace(self._ranks[box], answer=answer)
 
-    def _send_signals(self) -> dict[tuple[int, int], _SignalledProcess]:
+    def _send_signals(self) -> dict[tuple[int, int], int]:
         """Signal the interpreters of silent ranks, and the worker processes of ranks that wait for data."""
-        found: dict[tuple[int, int], _SignalledProcess] = {}
+        found: dict[tuple[int, int], int] = {}
         for box, one in self._ranks.items():
             process = one.progress.process
             silent = one.answer is None and one.asked and one.progress.running
@@ -84,11 +69,11 @@ class Inquiry:
             if self._waits_for_data(one):
                 asked += children_of(process)
             for each in asked:
-                if (sent := self._signal(box, each)) is not None:
-                    found[box, each] = sent
+                if (begin := self._signal(box, each)) is not None:
+                    found[box, each] = begin
         return found
 
-    def _signal(self, box: int, process: int) -> _SignalledProcess | None:
+    def _signal(self, box: int, process: int) -> int | None:
         # Without a handler the signal would kill it; a stopped process would get it when it continues.
         if SIGNAL is None or not catches(process, SIGNAL) or state_of(process) == STOPPED:
             return None
@@ -100,27 +85,27 @@ class Inquiry:
         end = time.monotonic() + 0.05
         while time.monotonic() < end and path.is_file() and path.stat().st_size == begin:
             time.sleep(0.002)
-        return _SignalledProcess(process, path, begin)
+        return begin
 
     def _complete(self, box: int) -> Evidence:
         one = self._ranks[box]
-        signals = self._signals or {}
-        own = signals.get((box, one.progress.process))
         children = tuple(
-            Child(each, name_of(each), state_of(each), _stacks_of(signals, box, each))
+            Child(each, name_of(each), state_of(each), self._stacks_of(box, each))
             for each in (children_of(one.progress.process) if self._waits_for_data(one) else ())
         )
-        return replace(one, stacks=own.text() if own is not None else "", children=children)
+        return replace(one, stacks=self._stacks_of(box, one.progress.process), children=children)
 
     def _waits_for_data(self, one: Evidence) -> bool:
         return one.progress.phase in (phases.DATA, FIRST_DATA) or one.wait.kind == DATA
 
-
-def _stacks_of(signals: dict[tuple[int, int], _SignalledProcess], box: int, process: int) -> str:
-    """Return the stacks of one process from the shared file, up to the start of the next one's."""
-    asked = signals.get((box, process))
-    if asked is None:
+    def _stacks_of(self, box: int, process: int) -> str:
+        """Return the stacks of one process from the file of its box, up to the start of the next one's."""
+        signals = self._signals or {}
+        if (box, process) not in signals:
+            return ""
+        begin = signals[box, process]
+        later = [other for (of, _), other in signals.items() if of == box and other > begin]
+        with suppress(OSError), stacks_file(self._folder, box).open("rb") as file:
+            file.seek(begin)
+            return file.read(min(later) - begin if later else -1).decode("utf-8", "replace")
         return ""
-    later = [other.begin for key, other in signals.items() if key[0] == box and other.begin > asked.begin]
-    text = asked.text().encode()
-    return text[: min(later) - asked.begin].decode("utf-8", "replace") if later else text.decode("utf-8", "replace")

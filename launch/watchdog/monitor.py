@@ -1,7 +1,7 @@
 """Monitor of the ranks of one machine, by their progress rather than their liveness."""
 
+import itertools
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -240,15 +240,9 @@ def _written(folder: Path, kind: str, node: int | None, report: str) -> Path | N
     suffix = "" if node is None else f"_node_{node}"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
+        for number in itertools.count(1):
             path = folder / f"{kind}_{number}{suffix}.txt"
-            try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                number += 1
-                continue
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
                 file.write(report)
-            return path
+                return path
     return None

@@ -72,8 +72,6 @@ def test_refusing_engine_frees_the_run_directory(tmp_path, calls, monkeypatch):
 @pytest.mark.parametrize(("override", "said"), [
     ("nodes=1", "this engine wants two"),
     ("devices=auto", "devices=auto with launch=ray"),
-    ("launch.recovery=replicas", "launch.recovery=replicas with launch=ray"),
-    ("launch.min_devices=1", "launch.min_devices=1 with launch=ray"),
     ("launch.port=1234", "only launch=local reads it"),
 ])  # fmt: skip
 def test_unsupported_engine_options(tmp_path, calls, override, said):
@@ -81,6 +79,20 @@ def test_unsupported_engine_options(tmp_path, calls, override, said):
         run(configured(tmp_path, override))
     assert not calls
     assert not (tmp_path / "run").exists()
+
+
+RECOVERY = ["launch.recovery=replicas", "launch.min_devices=1"]
+
+
+@pytest.mark.parametrize(("kind", "nodes", "refused"), [
+    ("slurm", 1, []), ("slurm", 2, RECOVERY), ("ray", 1, RECOVERY[:1]), ("ray", 2, RECOVERY), ("kubernetes", 1, RECOVERY),
+])  # fmt: skip
+def test_engines_that_cannot_recover(tmp_path: Path, kind: str, nodes: int, refused: list[str]) -> None:
+    cfg = configured(tmp_path, f"launch.kind={kind}", f"nodes={nodes}", *RECOVERY)
+    where = f"launch={kind}" if nodes == 1 else f"launch={kind} on nodes=2"
+    assert [text.split(":")[0] for text in engines._common_problems(cfg)] == [
+        f"{each} with {where}" for each in refused
+    ]
 
 
 def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

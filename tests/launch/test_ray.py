@@ -102,8 +102,6 @@ def test_local_cluster_uses_loopback(conf: Path) -> None:
     (["launch.ranks={2: {cpus: 1}}"], "there are ranks 0 to 1"),
     (["launch.ranks={1: {cpus: many}}"], "launch.ranks.1.cpus=many: must be a number"),
     (["launch.ranks={1: 4}"], "launch.ranks.1=4: must be names and amounts"),
-    (["launch.recovery=replicas"], "launch.recovery=replicas with launch=ray"),
-    (["nodes=2", "launch.min_devices=1"], "launch.min_devices=1 with launch=ray on nodes=2"),
     (["preemption.requeue=true"], "Ray has no queue"),
 ])  # fmt: skip
 def test_refused_options(conf: Path, overrides: list[str], said: str) -> None:

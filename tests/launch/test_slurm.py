@@ -105,8 +105,6 @@ def test_sbatch_defaults(conf: Path) -> None:
     (["launch.sbatch.gpus_per_node=3"], "launch.gpus_per_node sets that"),
     (["launch.cpus_per_task=0"], "launch.cpus_per_task=0: must be a whole number of at least 1, or null"),
     (["launch.container_mounts=[/a:/a]"], "without launch.container_image"),
-    (["launch.recovery=replicas"], "launch.recovery=replicas with launch=slurm on nodes=2"),
-    (["launch.min_devices=4"], "launch.min_devices=4 with launch=slurm on nodes=2"),
 ])  # fmt: skip
 def test_refused_options(conf, monkeypatch, overrides, said):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")

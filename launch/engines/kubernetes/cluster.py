@@ -82,10 +82,8 @@ class Cluster:
                 raise RankError(f"{self.title} was deleted externally", 0, None) from None
             raise
         for condition in job.get("status", {}).get("conditions") or []:
-            if condition.get("status") != "True":
-                continue
-            said = ": ".join(part for part in (condition.get("reason"), condition.get("message")) if part)
-            if condition["type"] in _ENDS:
+            if condition.get("status") == "True" and condition["type"] in _ENDS:
+                said = ": ".join(filter(None, (condition.get("reason"), condition.get("message"))))
                 return _ENDS[condition["type"]], said
         return None, ""
 

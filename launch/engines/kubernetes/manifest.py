@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainwright.core.text.messages import RUN_TOKEN, token_environment
 from trainwright.launch.outcome.interruption import seconds_to_end
@@ -188,10 +188,8 @@ def _grace(cfg: DictConfig, verb: str) -> int:
     return math.ceil(_NO_LIMIT_SECONDS if seconds is None else seconds) + _GRACE_MARGIN
 
 
-def _plain(values: Any) -> dict[str, str]:
-    container = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values
-    assert isinstance(container, Mapping)
-    return {str(key): str(value) for key, value in container.items()}
+def _plain(values: Mapping[Any, Any]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in values.items()}
 
 
 def text_of(objects: list[dict[str, Any]]) -> str:

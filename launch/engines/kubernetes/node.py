@@ -30,9 +30,9 @@ from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.run_directory import CONFIG_FILE, holds_run, read_config, write_config
 from trainwright.launch.engines.kubernetes.manifest import CONFIG_FOLDER, JOB_NAME, POD_IP, WORKDIR
 from trainwright.launch.engines.kubernetes.submit import metrics_line
-from trainwright.launch.engines.torchrun.agent import AgentEnd, Rendezvous, agent_environment, run_agent
+from trainwright.launch.engines.torchrun.agent import Rendezvous, agent_environment, run_agent
 from trainwright.launch.outcome.interruption import interruption_in
-from trainwright.launch.outcome.rank_records import LOCAL_RANKS, ends_folder, local_ranks
+from trainwright.launch.outcome.rank_records import LOCAL_RANKS, NodeOutcome, ends_folder, local_ranks
 from trainwright.launch.ranks.follow import Follower
 
 # Seconds between two reads of the ranks' logs, and between attempts to connect to the first pod.
@@ -122,7 +122,7 @@ def settle(cfg: DictConfig, text: str) -> str | None:
     return None
 
 
-def _run(cfg: DictConfig, verb: str, place: PodPlace) -> AgentEnd:
+def _run(cfg: DictConfig, verb: str, place: PodPlace) -> NodeOutcome:
     """Run the agent of this pod."""
     address = os.environ[POD_IP]
     from trainwright.launch.ranks.rendezvous import LocalStore
@@ -185,7 +185,7 @@ def _logs_shown(run_dir: Path, folder: Path) -> Iterator[None]:
         del os.environ[LOCAL_RANKS]
 
 
-def _report(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
+def _report(cfg: DictConfig, end: NodeOutcome, has_first: bool) -> int:
     """Report the outcome of this pod's ranks to the user and the submitting command; return the exit code.
 
     Args:
@@ -195,7 +195,7 @@ def _report(cfg: DictConfig, end: AgentEnd, has_first: bool) -> int:
     """
     folder = ends_folder(Path(cfg.run_dir))
     if end.signal is not None:
-        return 128 + end.signal
+        return end.exit_code
     if end.codes:
         interruption = interruption_in(cfg, end.codes)
         if interruption is not None:

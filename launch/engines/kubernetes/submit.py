@@ -215,11 +215,10 @@ def _failure(
     codes = {str(pod["metadata"]["name"]): _exit_code(pod) for pod in pods}
     bad: dict[str, int | None] = {name: code for name, code in codes.items() if code}
     interruption = interruption_in(cfg, dict(enumerate(bad.values())))
-    first = next(iter(bad), None)
-    own = [code for code in bad.values() if code == 1]
+    own = [name for name, code in bad.items() if code == 1]
     if interruption is not None and not own:
         return interruption
-    first = next((name for name, code in bad.items() if code == 1), first)
+    first = next(iter([*own, *bad]), None)
     text = f"{cluster.title} failed" + (f" ({said})" if said else "")
     if first is not None:
         lines = "\n".join(logs.last_lines.get(first, ()))

@@ -85,16 +85,15 @@ class RankHolder:
             self._record_exit(self._supervisor.wait(seconds))
         return self._code
 
-    def end(self, number: int, grace: float | None) -> int | None:
+    def end(self, number: int, grace: float) -> int | None:
         """End the rank; return its exit code, None if it was not started.
 
         Args:
             number: of the signal.
-            grace: seconds after the signal before it is killed; None = no limit.
+            grace: seconds after the signal before it is killed.
         """
         if self._supervisor is not None and self._code is None:
-            seconds = 7 * 86400.0 if grace is None else grace
-            self._record_exit(self._supervisor.end((self._rank,), seconds, signal.Signals(number)))
+            self._record_exit(self._supervisor.end((self._rank,), grace, signal.Signals(number)))
         return self._code
 
     def _record_exit(self, ended: list[RankExit]) -> None:

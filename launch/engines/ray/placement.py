@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainwright.core.config.references import variables_of
 from trainwright.core.failures.failure import RankError
@@ -182,9 +182,9 @@ def resources_of(cfg: DictConfig, rank: int) -> dict[str, float]:
     launch = cfg.launch
     gpus = launch.gpus_per_rank if launch.gpus_per_rank is not None else float(cfg.accelerator == "gpu")
     given: dict[str, Any] = {"cpus": launch.cpus_per_rank, "gpus": gpus, "memory_gb": launch.memory_gb_per_rank or 0.0}
-    given |= _plain(launch.resources) | _plain(launch.ranks.get(rank, {}))
+    given |= {**launch.resources, **launch.ranks.get(rank, {})}
     named = {"CPU": given["cpus"], "GPU": given["gpus"], "memory": math.ceil(given["memory_gb"] * _GIB)}
-    others = {str(name): amount for name, amount in given.items() if name not in _OWN}
+    others = {name: amount for name, amount in given.items() if name not in _OWN}
     return {name: float(amount) for name, amount in {**named, **others}.items() if amount}
 
 
@@ -269,8 +269,3 @@ def rank_variables(
         # Ray shows each actor only its own GPUs; ranks of a machine must see each other's, and index their own.
         found["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     return found
-
-
-def _plain(values: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
-    return {str(name): value for name, value in plain.items()}

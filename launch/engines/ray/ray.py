@@ -20,7 +20,6 @@ from trainwright.launch.engines.ray.attempt import RayAttempts
 from trainwright.launch.engines.ray.placement import RankPlaces, total
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.outcome.interruption import handled_signals
-from trainwright.launch.recovery.check_recovery import RESTART
 from trainwright.launch.recovery.restarts import RestartLog
 
 
@@ -31,32 +30,13 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    return [*_recovery_problems(cfg), *_resource_problems(cfg), *_rank_problems(cfg)]
-
-
-def _recovery_problems(cfg: DictConfig) -> Iterator[str]:
-    launch = cfg.launch
-    if launch.recovery != RESTART:
-        yield (
-            f"launch.recovery={launch.recovery} with launch=ray: a failure restarts all ranks; type "
-            "launch.recovery=restart"
-        )
-    if launch.min_devices is not None and cfg.nodes > 1:
-        yield (
-            f"launch.min_devices={launch.min_devices} with launch=ray on nodes={cfg.nodes}: only the ranks of one "
-            "machine can shrink; type nodes=1, or leave it out"
-        )
+    found = list(_rank_problems(cfg))
     if cfg.preemption.requeue:
-        yield "preemption.requeue=true with launch=ray: Ray has no queue; type preemption.requeue=false"
-
-
-def _resource_problems(cfg: DictConfig) -> Iterator[str]:
-    launch = cfg.launch
-    if cfg.accelerator == "gpu" and launch.gpus_per_rank not in (None, 1):
-        yield (
-            f"launch.gpus_per_rank={launch.gpus_per_rank:g} with accelerator=gpu: a rank trains on one GPU; type "
-            "launch.gpus_per_rank=1, or leave it out"
-        )
+        found.append("preemption.requeue=true with launch=ray: Ray has no queue; type preemption.requeue=false")
+    gpus = cfg.launch.gpus_per_rank
+    if cfg.accelerator == "gpu" and gpus not in (None, 1):
+        found.append(f"launch.gpus_per_rank={gpus:g} with accelerator=gpu: a rank trains on one GPU; leave it out")
+    return found
 
 
 def _rank_problems(cfg: DictConfig) -> Iterator[str]:

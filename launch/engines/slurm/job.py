@@ -97,7 +97,4 @@ def _run_multi_node(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> NodeO
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[AGENT] = str(os.getpid())
     # SLURM signals all processes of the job; agents end with their ranks.
-    end = run_agent(cfg, verb, rendezvous)
-    if end.signal is not None:
-        return NodeOutcome(128 + end.signal, end.signal)
-    return NodeOutcome(1 if end.codes else 0, codes=end.codes)
+    return run_agent(cfg, verb, rendezvous)

@@ -15,7 +15,6 @@ from trainwright.core.failures.failure import RankError
 from trainwright.core.run.interrupt import Interrupted
 from trainwright.launch.engines.slurm.options import sbatch_options
 from trainwright.launch.engines.slurm.submit import SubmittedJob, follow, log_line, submit
-from trainwright.launch.recovery.check_recovery import RESTART
 
 # Options of sbatch that follow from keys of the configuration.
 _SAME_NAME = ("account", "constraint", "cpus-per-task", "exclusive", "gpus-per-node", "partition", "qos", "time")
@@ -32,16 +31,13 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
         cfg: resolved, with `run_dir` decided.
         verb: fit, validate, test or predict.
     """
-    return [*_cluster_problems(cfg), *_option_problems(cfg), *_multi_node_problems(cfg)]
+    return [*_cluster_problems(cfg), *_option_problems(cfg)]
 
 
 def _cluster_problems(cfg: DictConfig) -> Iterator[str]:
     cluster = cfg.launch.cluster
     if cluster == "slurm" and shutil.which("sbatch") is None:
-        yield (
-            "launch=slurm: there is no sbatch on this machine; start the command where jobs are submitted, or type "
-            "launch.cluster=local to try it without SLURM"
-        )
+        yield "launch=slurm: there is no sbatch on this machine; submit elsewhere, or try it with launch.cluster=local"
     elif cluster == "local" and cfg.nodes > 1:
         yield f"launch.cluster=local with nodes={cfg.nodes}: it uses only this machine; type nodes=1"
     elif cluster == "local" and cfg.preemption.requeue:
@@ -54,25 +50,7 @@ def _option_problems(cfg: DictConfig) -> Iterator[str]:
         if plain in _TYPED:
             yield f"launch.sbatch.{name}: {_TYPED[plain]} sets that; leave launch.sbatch.{name} out"
     if cfg.launch.container_mounts and cfg.launch.container_image is None:
-        yield (
-            "launch.container_mounts without launch.container_image: there is no container to mount them in; type "
-            "launch.container_image=..., or leave launch.container_mounts out"
-        )
-
-
-def _multi_node_problems(cfg: DictConfig) -> Iterator[str]:
-    if cfg.nodes == 1:
-        return
-    if cfg.launch.recovery != RESTART:
-        yield (
-            f"launch.recovery={cfg.launch.recovery} with launch=slurm on nodes={cfg.nodes}: on several machines "
-            "torchrun's agents restart all ranks; type launch.recovery=restart"
-        )
-    if cfg.launch.min_devices is not None:
-        yield (
-            f"launch.min_devices={cfg.launch.min_devices} with launch=slurm on nodes={cfg.nodes}: a job of several "
-            "machines keeps them all; leave it out"
-        )
+        yield "launch.container_mounts without launch.container_image: type an image too, or leave them out"
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

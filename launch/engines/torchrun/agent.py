@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from trainwright.core.processes.machine import address_of
 from trainwright.core.processes.orphans import AGENT
 from trainwright.launch.outcome.interruption import handled_signals, seconds_to_end
+from trainwright.launch.outcome.rank_records import NodeOutcome
 
 # Signals that torch's agent forwards to its ranks.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -41,20 +42,7 @@ class Rendezvous:
     address: str | None = None
 
 
-@dataclass(frozen=True)
-class AgentEnd:
-    """The outcome of one machine's ranks.
-
-    Attributes:
-        signal: number of the signal that interrupted this process; None = none.
-        codes: exit codes of failed ranks, by rank; empty = success, or interrupted.
-    """
-
-    signal: int | None = None
-    codes: dict[int, int] = field(default_factory=dict)
-
-
-def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> AgentEnd:
+def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> NodeOutcome:
     """Start the ranks of this machine, and wait for their exit and that of all others.
 
     Signals upon which the run saves are forwarded to the ranks, which end by them, as SIGTERM and SIGINT are.
@@ -88,10 +76,10 @@ def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> AgentEnd:
     try:
         elastic_launch(config, sys.executable)(*words)
     except ChildFailedError as error:
-        return AgentEnd(codes={rank: failure.exitcode for rank, failure in error.failures.items()})
+        return NodeOutcome(1, codes={rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
-        return AgentEnd(signal=int(error.sigval))
-    return AgentEnd()
+        return NodeOutcome(128 + int(error.sigval), int(error.sigval))
+    return NodeOutcome(0)
 
 
 def agent_environment(address: str, host: str, port: int) -> dict[str, str]:

@@ -16,8 +16,6 @@ from trainwright.launch.watchdog.calls import Call, Group
 from trainwright.launch.watchdog.evidence import COMMUNICATION, DEBUGGER, HALTED, KERNEL, SILENT, Evidence
 from trainwright.launch.watchdog.report.stacks import Frame
 
-MISMATCH, SKIPPED, ALONE = "mismatch", "skipped", "alone"
-ELSEWHERE, ENDED, DEADLOCK = "elsewhere", "ended", "deadlock"
 # States of a worker process in which it cannot run.
 _BLOCKED = {"T": "is stopped by a signal (SIGSTOP)", "D": "waits in the kernel", "t": "is held by a debugger"}
 # Certain causes take precedence over likely ones.
@@ -38,14 +36,12 @@ class HangVerdict:
     Attributes:
         rank: to blame, as far as known; it may be on another machine.
         ends: a rank of this machine to kill; ``rank`` where possible.
-        kind: ``LOCK``, ``HALTED``, ``MISMATCH``, ... of this package.
         sentence: for the report.
         reason: a short form without numbers, equal for repetitions of the same hang.
     """
 
     rank: int
     ends: int
-    kind: str
     sentence: str
     reason: str
 
@@ -134,7 +130,7 @@ def _stalled_rank(over: Sequence[Evidence], running: Sequence[Evidence]) -> Hang
     # A stopped process is found before any rank has waited for too long.
     witnesses = running if culprit.wait.kind == HALTED else over
     sentence = f"{_missing(culprit, witnesses)}{_activity(culprit)}"
-    return HangVerdict(culprit.rank, culprit.rank, culprit.wait.kind, sentence, _location(culprit))
+    return HangVerdict(culprit.rank, culprit.rank, sentence, _location(culprit))
 
 
 def _missing(culprit: Evidence, witnesses: Sequence[Evidence]) -> str:
@@ -210,7 +206,6 @@ def _mismatch(waiting: Sequence[_Waiting], ranks: Sequence[Evidence]) -> HangVer
         return HangVerdict(
             culprit,
             culprit,
-            MISMATCH,
             f"rank {culprit} has called {_name(made[culprit])}{_where(ranks, culprit)} as number {one.call.number} of "
             f"{one.group}, where {_listed(others, 'called')} {_name(made[others[0]])}{_where(ranks, others[0])}: "
             "one of them left a call out, made one too many, or gave another size or type",
@@ -280,7 +275,6 @@ def _all_waiting(
             return HangVerdict(
                 others[0],
                 one.evidence.rank,
-                ELSEWHERE,
                 f"no rank of this machine is to blame: {_listed(others, 'not joined')} {_waited(one)}, on another "
                 "machine",
                 f"waits for other machines in {one.call.name}",
@@ -291,7 +285,6 @@ def _all_waiting(
     return HangVerdict(
         longest.rank,
         longest.rank,
-        DEADLOCK,
         "all ranks wait for each other; " + "; ".join(_activity(one) for one in over),
         f"all ranks wait for each other; {_location(longest)}",
     )
@@ -313,7 +306,6 @@ def _extra_call(one: _Waiting, all_waiting: Sequence[_Waiting]) -> HangVerdict:
     return HangVerdict(
         rank,
         rank,
-        ALONE,
         f"rank {rank} has waited for {one.call.seconds:.0f} s in {one.call} of {one.group}, a call that was not made "
         f"before and that the others do not make; rank {other.evidence.rank} has waited for {other.call.seconds:.0f} s "
         f"in {other.call} of {other.group}; {_activity(one.evidence)}",
@@ -327,14 +319,12 @@ def _skipped_call(one: _Waiting, culprit: Evidence) -> HangVerdict:
         return HangVerdict(
             culprit.rank,
             one.evidence.rank,
-            ENDED,
             f"rank {culprit.rank} has ended its run without joining {_waited(one)}",
             f"rank {culprit.rank} has ended its run, which others wait for in {one.call.name}",
         )
     return HangVerdict(
         culprit.rank,
         culprit.rank,
-        SKIPPED,
         f"rank {culprit.rank} left out {_waited(one)}; {_other_wait(culprit)}",
         f"left out {one.call.name}; {_location(culprit)}",
     )

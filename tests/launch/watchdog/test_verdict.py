@@ -9,8 +9,7 @@ from trainwright.launch.watchdog import evidence
 from trainwright.launch.watchdog.answers import Answer
 from trainwright.launch.watchdog.boxes import Progress
 from trainwright.launch.watchdog.calls import Call, Group
-from trainwright.launch.watchdog.evidence import HALTED, KERNEL, Child, Evidence
-from trainwright.launch.watchdog.report import verdict
+from trainwright.launch.watchdog.evidence import Child, Evidence
 from trainwright.launch.watchdog.report.report import first_lines, report_of
 from trainwright.launch.watchdog.report.stacks import Frame, Thread
 from trainwright.launch.watchdog.report.verdict import HangVerdict, differing_calls, judge
@@ -79,9 +78,9 @@ def test_no_rank_is_blamed(ranks: list[Evidence], seen_before: bool) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "seen_before", "expected"), [
-    ([WAITING, rank(1, call(56, pending=False), frame=IN_STEP)], False, (1, 1, evidence.LOCK)),
-    ([WAITING, rank(1, frame=IN_LOOP, state="R")], False, (1, 1, evidence.COMPUTING)),
-    ([rank(0, call(57), stalled=120.0), rank(1, frame=COMPILING, stalled=120.0)], False, (1, 1, evidence.COMPILING)),
+    ([WAITING, rank(1, call(56, pending=False), frame=IN_STEP)], False, (1, 1, "waiting for a lock")),
+    ([WAITING, rank(1, frame=IN_LOOP, state="R")], False, (1, 1, "computing")),
+    ([rank(0, call(57), stalled=120.0), rank(1, frame=COMPILING, stalled=120.0)], False, (1, 1, "compiling")),
     # Certain causes come before likely ones.
     *(
         (
@@ -93,29 +92,31 @@ def test_no_rank_is_blamed(ranks: list[Evidence], seen_before: bool) -> None:
             False,
             (2, 2, kind),
         )
-        for state, kind in (("T", HALTED), ("D", KERNEL))
+        for state, kind in (("T", "stopped by a signal"), ("D", "waiting in the kernel"))
     ),
     # Of two ranks that stand still, the one that others wait for.
-    ([WAITING, rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)], False, (1, 1, evidence.LOCK)),
+    ([WAITING, rank(1, frame=IN_STEP), rank(2, frame=IN_STEP, stalled=90.0)], False, (1, 1, "waiting for a lock")),
     # On an accelerator any line may wait for a call.
     (
         [rank(0, call(57), frame=ITEM, state="R", on_accelerator=True), rank(1, frame=IN_STEP, on_accelerator=True)],
         False,
-        (1, 1, evidence.LOCK),
+        (1, 1, "waiting for a lock"),
     ),
     # Of two different calls, the one of the rank ahead.
     (
         [rank(0, call(57, "all_gather"), phase=phases.FORWARD), rank(1, call(57), phase=phases.BACKWARD)],
         False,
-        (1, 1, verdict.MISMATCH),
+        (1, 1, "where others called all_gather"),
     ),
-    ([WAITING, rank(1, call(56, pending=False), running=False)], True, (1, 0, verdict.ENDED)),
-    ([rank(number, call(57), groups=THREE, stalled=120.0) for number in (0, 1)], True, (2, 0, verdict.ELSEWHERE)),
-    ([rank(0), rank(1, stalled=40.0)], True, (1, 1, verdict.DEADLOCK)),
+    ([WAITING, rank(1, call(56, pending=False), running=False)], True, (1, 0, "has ended its run")),
+    ([rank(number, call(57), groups=THREE, stalled=120.0) for number in (0, 1)], True, (2, 0, "waits for other")),
+    ([rank(0), rank(1, stalled=40.0)], True, (1, 1, "all ranks wait for each other")),
 ])  # fmt: skip
 def test_blamed_rank(ranks: list[Evidence], seen_before: bool, expected: tuple[int, int, str]) -> None:
     found = verdict_on(*ranks, seen_before=seen_before)
-    assert (found.rank, found.ends, found.kind) == expected
+    blamed, ended, reason = expected
+    assert (found.rank, found.ends) == (blamed, ended)
+    assert reason in found.reason
 
 
 def test_waiting_on_an_accelerator() -> None:
@@ -135,7 +136,7 @@ def test_missing_rank_with_call_and_line() -> None:
 def test_stopped_rank() -> None:
     others = rank(0, call(57), groups=THREE, stalled=1.5), rank(2, frame=IN_LOOP, state="R", stalled=1.5)
     found = verdict_on(*others, rank(1, answers=False, stalled=1.5, state_of_process="T", halted=True))
-    assert (found.rank, found.ends, found.kind) == (1, 1, HALTED)
+    assert (found.rank, found.ends) == (1, 1)
     assert found.sentence == (
         "rank 1 has not joined all_reduce #57 (512 x float32) of group 'replicate' [0, 1, 2], in which rank 0 has "
         "waited for 31 s; rank 1 is in phase forward, stopped by a signal (SIGSTOP)"
@@ -146,7 +147,7 @@ def test_stopped_rank() -> None:
 def test_mismatch_of_a_minority() -> None:
     ranks = [rank(number, call(57), groups=FOUR) for number in (0, 1, 3)]
     found = verdict_on(*ranks, rank(2, call(57, size=100), groups=FOUR))
-    assert (found.rank, found.kind) == (2, verdict.MISMATCH)
+    assert found.rank == 2
     assert "rank 2 has called all_reduce (100 x float32)" in found.sentence
     assert (
         "number 57 of group 'replicate' [0, 1, 2, 3], where ranks 0, 1, 3 have called all_reduce (512" in found.sentence
@@ -159,7 +160,7 @@ def test_skipped_call() -> None:
     ahead = rank(1, *before, call(3, "broadcast", group="2"), groups=TWO, phase=phases.HOOKS)
     assert judge([behind, ahead]) is None
     found = verdict_on(behind, ahead, seen_before=True)
-    assert (found.rank, found.kind) == (1, verdict.SKIPPED)
+    assert found.rank == 1
     assert found.sentence.startswith("rank 1 left out all_reduce #57")
     assert found.sentence.endswith("in broadcast #3 (512 x float32) of group 'replicate' [0, 1]")
 
@@ -169,7 +170,7 @@ def test_extra_call() -> None:
     backward = rank(0, before, call(57), groups=TWO, phase=phases.BACKWARD)
     alone = rank(1, before, call(1, "barrier", group="2"), groups=TWO, phase=phases.FORWARD)
     found = verdict_on(backward, alone, seen_before=True)
-    assert (found.rank, found.kind) == (1, verdict.ALONE)
+    assert found.rank == 1
     assert found.sentence.startswith("rank 1 has waited for 31 s in barrier #1")
     assert "rank 0 has waited for 31 s in all_reduce #57" in found.sentence
 
