@@ -8,15 +8,14 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.read.candidates import AUTO
-from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.config.options import class_of
 from trainwright.core.config.override_words import typed
 from trainwright.core.config.references import literal
@@ -28,6 +27,7 @@ from trainwright.core.text.sizes import size_text
 from trainwright.launch.auto_options import AUTO_TARGET, MICRO_BATCH, AutoOptions
 from trainwright.launch.checks.validate import problems_before_layout, validate
 from trainwright.launch.ranks.forkserver import call_in_subprocess
+from trainwright.launch.recovery.check_resume import recorded_global_batch
 from trainwright.launch.recovery.sizes import size_problems
 from trainwright.planning.search.limits import Limits
 from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of, world_size_of
@@ -185,14 +185,10 @@ def _global_batch(cfg: DictConfig, surroundings: Surroundings, who: str) -> int:
 
 
 def _saved_batch(cfg: DictConfig) -> int | None:
-    path = cfg.ckpt_path
-    try:
-        if path is None or str(path).startswith("http") or not Folder(path).exists():
-            return None
-        samples = read_manifest(path).about.get("global_batch_size")
-    except (CheckpointError, OSError):
-        return None  # `validate` reports it
-    return None if samples is None else int(samples)
+    if cfg.ckpt_path is not None and not cfg.ckpt_path.startswith("http"):
+        with suppress(CheckpointError, OSError):  # `validate` reports it
+            return recorded_global_batch(cfg.ckpt_path)
+    return None
 
 
 def _micro_batch_problems(cfg: DictConfig, who: str) -> list[str]:

@@ -209,16 +209,11 @@ def choose(cfg: DictConfig, verb: str) -> tuple[Choice | None, list[str]]:
     return choice, problems
 
 
+@refused_as("the configuration cannot be checked")
 def _plan(
     cfg: DictConfig, verb: str, launcher: Launcher | None = None, most_samples: int | None = None
 ) -> tuple[DictConfig, list[str], Choice | None]:
-    with refused_as("the configuration cannot be checked"):
-        return _resolved(cfg.copy(), verb, launcher, most_samples)
-
-
-def _resolved(
-    cfg: DictConfig, verb: str, launcher: Launcher | None, most_samples: int | None
-) -> tuple[DictConfig, list[str], Choice | None]:
+    cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
     problems = unresolved(cfg)
     if problems:
@@ -228,21 +223,18 @@ def _resolved(
     problems = decide_resume(cfg, verb)
     if cfg.run_dir is None:
         cfg.run_dir = str(default_run_dir(run_name(cfg)))
-    surroundings = Surroundings(verb)
-    if launcher is not None:
-        surroundings = Surroundings(verb, launcher.world_size, launcher.local_world_size)
+    started = () if launcher is None else (launcher.world_size, launcher.local_world_size)
+    surroundings = Surroundings(verb, *started)
     choice, undecided = decide(cfg, surroundings, most_samples)
     if undecided:
         return cfg, [*problems, *undecided], None  # other checks are meaningless without a layout
     problems += validate(cfg, surroundings)
     if not problems and launcher is None and cfg.launch.min_devices is not None:
         problems += size_problems(cfg, verb)
-    if not problems:
-        if launcher is not None:
-            cfg.devices = launcher.local_world_size
-            cfg.nodes = launcher.world_size // launcher.local_world_size
-        else:
-            cfg.devices = resolve_devices(cfg)
+    if not problems and launcher is not None:
+        cfg.devices, cfg.nodes = launcher.local_world_size, launcher.world_size // launcher.local_world_size
+    elif not problems:
+        cfg.devices = resolve_devices(cfg)
     return cfg, problems, choice
 
 

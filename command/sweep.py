@@ -122,7 +122,10 @@ def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None
     if not all(map(uses_engine, cfgs)):
         start_forkserver()
     start_all = starts_together(cfgs)
-    failed = _run_in_turn(jobs, verb) if start_all is None else _run_together(start_all, jobs, verb)
+    if start_all is None:
+        failed = [each.job for each in jobs if not _run_job(each, verb, len(jobs))]
+    else:
+        failed = _run_together(start_all, jobs, verb)
     above = Path(cfgs[0].run_dir).parent
     went = "ended well" if all(cfg.launch.get("wait", True) for cfg in cfgs) else "were submitted"
     if not all(cfg.launch.get("submit", True) for cfg in cfgs):
@@ -131,11 +134,6 @@ def run_sweep(verb: str, overrides: Sequence[str], config_dir: str | Path | None
     for job in failed:
         print(f"failed: job {job.number + 1} ({job.title}), {above / job.directory_name}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _run_in_turn(jobs: Sequence[_Composed], verb: str) -> list[Job]:
-    """Run one job after the other; return those that failed."""
-    return [each.job for each in jobs if not _run_job(each, verb, len(jobs))]
 
 
 def _run_together(start_all: Callable[..., list[Any]], jobs: Sequence[_Composed], verb: str) -> list[Job]:

@@ -181,10 +181,7 @@ def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launc
 def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     if launcher is not None:
         raise ConfigError(
-            [
-                f"--multirun under {launcher.name}: each job needs its own ranks; type trainwright {arguments.verb} -m "
-                f"without {launcher.name}, or start the jobs one after the other with it"
-            ]
+            [f"--multirun under {launcher.name}: each job needs its own ranks; leave {launcher.name} out"]
         )
     from trainwright.command.sweep import run_sweep
 
@@ -246,16 +243,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         )
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
-    if arguments.json and arguments.verb not in (VERIFY, PLAN) and not arguments.help:
-        problems.append("--json: only verify and plan write their report as JSON; leave it out")
-    if arguments.report is not None and arguments.verb != VERIFY and not arguments.help:
-        problems.append("--report: only verify takes it; leave it out")
-    if arguments.html is not None and arguments.verb != PLAN and not arguments.help:
-        problems.append("--html: only plan takes it; leave it out")
+    for option, verbs in (("json", (VERIFY, PLAN)), ("report", (VERIFY,)), ("html", (PLAN,))):
+        is_given = getattr(arguments, option) not in (None, False)
+        if is_given and arguments.verb not in verbs and not arguments.help:
+            problems.append(f"--{option}: only {' and '.join(verbs)} can take it; leave it out")
     if arguments.prove:
-        problems.append(
-            "--prove: plan no longer builds ranks; a fit with strategy=auto compares its steps with the plan"
-        )
+        problems.append("--prove: plan no longer builds ranks; a fit with strategy=auto compares its steps with it")
     if problems:
         raise ConfigError(problems)
     return arguments

@@ -50,10 +50,7 @@ def device_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
 def _mps_problems(cfg: DictConfig) -> Iterator[str]:
     options = options_of(cfg.strategy)
     if options is not None and not options.takes_mps:
-        yield (
-            "accelerator=mps: an Apple GPU has no collectives, so it needs strategy=single; type strategy=single "
-            "devices=1, or accelerator=cpu"
-        )
+        yield "accelerator=mps: an Apple GPU has no collectives; type strategy=single devices=1, or accelerator=cpu"
     elif engines.uses_engine(cfg):
         yield f"accelerator=mps with launch={cfg.launch.kind}: works only on this machine; type launch=local"
     elif not machine.has_mps():
@@ -69,29 +66,21 @@ def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
         )
     if cfg.devices == "auto" or not isinstance(cfg.devices, int) or started == cfg.devices * cfg.nodes:
         return []
-    return [
-        f"devices={cfg.devices} nodes={cfg.nodes} make {cfg.devices * cfg.nodes} rank(s), but the launcher has started "
-        f"{started}; give both the same numbers, or type devices=auto to use the launcher's ranks"
-    ]
+    given = f"devices={cfg.devices} nodes={cfg.nodes} make {cfg.devices * cfg.nodes} rank(s)"
+    return [f"{given}, but the launcher has started {started}; type devices=auto to use the launcher's ranks"]
 
 
 def _local_launch_problems(cfg: DictConfig) -> list[str]:
     problems = []
     if cfg.launch.kind == "torchrun":
-        problems.append(
-            "launch=torchrun: no launcher has started this process; type torchrun --nproc-per-node="
-            f"{cfg.devices} -m trainwright ... (or srun), or launch=local"
-        )
+        command = f"torchrun --nproc-per-node={cfg.devices} -m trainwright ... (or srun)"
+        problems.append(f"launch=torchrun: no launcher has started this process; type {command}, or launch=local")
     elif cfg.nodes > 1:
-        problems.append(
-            f"nodes={cfg.nodes}: this command starts the ranks of one machine; on several, type on each of them "
-            f"torchrun --nnodes={cfg.nodes} --nproc-per-node={cfg.devices} -m trainwright ... (or use srun)"
-        )
+        command = f"torchrun --nnodes={cfg.nodes} --nproc-per-node={cfg.devices} -m trainwright ... (or srun)"
+        problems.append(f"nodes={cfg.nodes}: this command starts the ranks of one machine; type on each {command}")
     port = cfg.launch.port
     if port is not None and 1 <= port <= 65535 and machine.port_is_taken(port):
-        problems.append(
-            f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out to use a free one"
-        )
+        problems.append(f"launch.port={port} is taken by another process on 127.0.0.1; leave launch.port out")
     return problems
 
 
@@ -100,20 +89,16 @@ def run_dir_problems(cfg: DictConfig, verb: str) -> list[str]:
     run_dir = Path(cfg.run_dir)
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     if not existing.exists():
-        return [
-            f"run_dir={run_dir}: {existing} is a link to {os.readlink(existing)}, which does not exist; make that "
-            "folder, or type another run_dir=..."
-        ]
-    if not existing.is_dir():
-        return [f"run_dir={run_dir}: {existing} is a file; type another run_dir=..."]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"run_dir={run_dir}: {existing} is not writable for this user; type another run_dir=..."]
-    if verb == "fit" and holds_run(run_dir) and not _resumes(cfg, run_dir):
-        return [
-            f"run_dir={run_dir}: holds a run already; type ckpt_path=last or resume=auto to resume it, or another "
-            "run_dir=..."
-        ]
-    return []
+        problem = f"{existing} is a link to {os.readlink(existing)}, which does not exist; make that folder, or type"
+    elif not existing.is_dir():
+        problem = f"{existing} is a file; type"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} is not writable for this user; type"
+    elif verb == "fit" and holds_run(run_dir) and not _resumes(cfg, run_dir):
+        problem = "holds a run already; type ckpt_path=last or resume=auto to resume it, or"
+    else:
+        return []
+    return [f"run_dir={run_dir}: {problem} another run_dir=..."]
 
 
 def _resumes(cfg: DictConfig, run_dir: Path) -> bool:
@@ -147,10 +132,8 @@ def logger_problems(cfg: DictConfig) -> list[str]:
         target = str(value.get("_target_")).rpartition(".")[2] if isinstance(value, DictConfig) else ""
         package = _PACKAGES.get(target)
         if package is not None and importlib.util.find_spec(package) is None:
-            problems.append(
-                f"logger.{name}: needs the package {package}, which is not installed. Type: pip install "
-                f'"trainwright[{package}]", or leave {name} out of logger=[...]'
-            )
+            install = f'pip install "trainwright[{package}]"'
+            problems.append(f"logger.{name}: {package} is not installed; type {install}, or leave {name} out")
         mode = value.get("mode") if package == "wandb" else None
         if mode is not None and mode not in _WANDB_MODES:
             problems.append(f"logger.{name}.mode={mode}: allowed are {', '.join(_WANDB_MODES)}")
@@ -169,13 +152,10 @@ def number_problems(cfg: DictConfig) -> list[str]:
 
 def data_problems(cfg: DictConfig) -> list[str]:
     """Return data options that have no effect."""
-    trainer = cfg.trainer
-    if trainer.data_key is not None and trainer.data_partition != "hash":
-        return [
-            f"trainer.data_key={trainer.data_key} with trainer.data_partition={trainer.data_partition}: only hash uses "
-            "keys; type trainer.data_partition=hash, or leave trainer.data_key out"
-        ]
-    return []
+    key, partition = cfg.trainer.data_key, cfg.trainer.data_partition
+    if key is None or partition == "hash":
+        return []
+    return [f"trainer.data_key={key} with trainer.data_partition={partition}: only hash uses it; leave it out"]
 
 
 def end_problems(cfg: DictConfig, verb: str) -> list[str]:
@@ -213,11 +193,8 @@ def _choice_problems(
     cfg: DictConfig, choice: CompressionChoice, options: StrategyOptions | None, layout: Layout | None
 ) -> Iterator[str]:
     if options is None:
-        yield (
-            f"compression={choice.name} with {cfg.strategy.get('_target_') or 'a strategy without class'}: only the "
-            "strategies of this project, and those that are built on them, compress; type strategy=ddp, or "
-            "compression=none"
-        )
+        given = f"compression={choice.name} with {cfg.strategy.get('_target_') or 'a strategy without class'}"
+        yield f"{given}: only strategies built on this project's compress; type strategy=ddp, or compression=none"
         return
     if not options.averages_gradients:
         return  # these send something other than gradients, and check compression themselves
@@ -229,8 +206,5 @@ def _choice_problems(
         yield scaled_steps_problem(choice)
     optimizer = class_of(cfg.optimizer)
     if optimizer and optimizer not in _ADAM:
-        yield (
-            f"{choice.asked} with the optimizer {optimizer}: the scheme is that of Adam's momentum and variance; "
-            f"type optimizer=adamw, or {choice.instead.removeprefix('type ')} or compression=powersgd, which serve any "
-            "optimizer"
-        )
+        others = f"{choice.instead.removeprefix('type ')} or compression=powersgd"
+        yield f"{choice.asked} with the optimizer {optimizer}: made for Adam; type optimizer=adamw, or {others}"

@@ -110,11 +110,8 @@ def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
     missing = [name for name in _ENGINES[cfg.launch.kind].packages if importlib.util.find_spec(name) is None]
     if missing:
         kind, extra = cfg.launch.kind, _ENGINES[cfg.launch.kind].extra
-        return [
-            *problems,
-            f"launch={kind} needs {' and '.join(missing)}, which is not installed; type "
-            f"pip install 'trainwright[{extra}]'",
-        ]
+        missed = f"launch={kind} needs {' and '.join(missing)}, which is not installed"
+        return [*problems, f"{missed}; type pip install 'trainwright[{extra}]'"]
     return problems + engine_of(cfg).problems(cfg, verb)
 
 
@@ -127,26 +124,19 @@ def variable_problems(cfg: DictConfig) -> list[str]:
     if not uses_engine(cfg) or _ENGINES[cfg.launch.kind].gives_variables:
         return []
     return [
-        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: values of variables are not written into the manifest, so "
-        f"the pods would lack this one; type launch.secret_env={{{name}: <secret>/<key>}} if it is a secret of the "
-        f"cluster, or launch.env={{{name}: <value>}} if it is no secret"
+        f"${{oc.env:{name}}} with launch={cfg.launch.kind}: the pods would lack this variable; type "
+        f"launch.secret_env={{{name}: <secret>/<key>}}, or launch.env={{{name}: <value>}} if it is no secret"
         for name in sorted(variables_of(cfg) & set(os.environ) - {*cfg.launch.env, *cfg.launch.secret_env})
     ]
 
 
 def _common_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.devices == "auto":
-        yield (
-            f"devices=auto with launch={cfg.launch.kind}: this command cannot count the devices of other machines; "
-            "type the ranks per machine, like devices=8"
-        )
+        yield f"devices=auto with launch={cfg.launch.kind}: type the ranks per machine, like devices=8"
     entry, one_machine = _ENGINES[cfg.launch.kind], cfg.nodes == 1
     where = f"launch={cfg.launch.kind}" + ("" if one_machine else f" on nodes={cfg.nodes}")
     if cfg.launch.recovery != RESTART and not (entry.recovers and one_machine):
-        yield (
-            f"launch.recovery={cfg.launch.recovery} with {where}: a failure restarts all ranks; type "
-            "launch.recovery=restart"
-        )
+        yield f"launch.recovery={cfg.launch.recovery} with {where}: all ranks restart; type launch.recovery=restart"
     if cfg.launch.min_devices is not None and not (entry.shrinks and one_machine):
         yield f"launch.min_devices={cfg.launch.min_devices} with {where}: the ranks cannot become fewer; leave it out"
     if cfg.launch.port is not None:

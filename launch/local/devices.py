@@ -107,7 +107,7 @@ class Devices:
         """Return the variables that give ranks 0, 1, ... the devices `used`; empty for the first ones, the default."""
         if not self.on_gpu or used == list(range(len(used))):
             return {}
-        names = _visible(os.environ, self.count)
+        names = _visible(self.count)
         return {_VISIBLE: ",".join(names[device] for device in used)}
 
 
@@ -116,23 +116,17 @@ class Probe:
 
     Args:
         devices: to probe.
+        count: devices of the run.
         on_gpu: whether they are GPUs.
-        environment: of the processes, by device.
         seconds: time limit.
     """
 
-    def __init__(
-        self,
-        devices: list[int],
-        on_gpu: bool,
-        environment: Callable[[int], Mapping[str, str]],
-        seconds: float = _PROBE_SECONDS,
-    ) -> None:
+    def __init__(self, devices: list[int], count: int, on_gpu: bool, seconds: float = _PROBE_SECONDS) -> None:
         self._end = time.monotonic() + seconds
         self._answers: dict[int, bool] = {}
         self._ranks = Supervisor(probe_main, (on_gpu,))
         for device in devices:
-            self._ranks.start_rank(device, environment(device))
+            self._ranks.start_rank(device, probe_environment(device, count, on_gpu))
 
     def answers(self, wait: bool = False) -> dict[int, bool] | None:
         """Return whether each device works; None while some have not answered and time is left.
@@ -179,11 +173,10 @@ def _computes(on_gpu: bool) -> bool:
 
 def probe_environment(device: int, count: int, on_gpu: bool) -> dict[str, str]:
     """Return the variables of a process that sees one device only."""
-    names = _visible(os.environ, count)
-    return {**os.environ, **({_VISIBLE: names[device]} if on_gpu else {})}
+    return {**os.environ, **({_VISIBLE: _visible(count)[device]} if on_gpu else {})}
 
 
-def _visible(environment: Mapping[str, str], count: int) -> list[str]:
+def _visible(count: int) -> list[str]:
     """Return the names of the devices: numbers, or the user's selection."""
-    chosen = environment.get(_VISIBLE)
+    chosen = os.environ.get(_VISIBLE)
     return [str(device) for device in range(count)] if not chosen else [name.strip() for name in chosen.split(",")]

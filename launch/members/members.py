@@ -70,7 +70,3 @@ class Members(Supervisor):
     def kill(self, members: Collection[int]) -> None:
         """Kill those that live."""
         self.end(tuple(sorted(set(members) & set(self.living))), grace=0.0)
-
-    def end_all(self, grace: float) -> None:
-        """End all living members within `grace` seconds."""
-        self.end(self.living, grace)

@@ -190,7 +190,7 @@ class ReplicaAttempt(RankAttempt):
         if lost or errors or len(reports) == len(self._generations.now.members):
             return self._regroup(lost, error)
         if self._should_stop is not None and self._should_stop():
-            self._members.end_all(exit_timeout(self.cfg, self.verb))
+            self._members.end(self._members.living, exit_timeout(self.cfg, self.verb))
             return Outcome()
         self._start_missing()
         self._generations.call_to_leave()
@@ -201,7 +201,7 @@ class ReplicaAttempt(RankAttempt):
         try:
             self._start_at = time.monotonic() + self.policy.restart(error, self._setback, self.log).seconds
         except RankError:
-            self._members.end_all(self._grace)
+            self._members.end(self._members.living, self._grace)
             raise
 
     def _start_missing(self) -> None:
@@ -236,7 +236,7 @@ class ReplicaAttempt(RankAttempt):
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: RankError) -> Outcome:
-        self._members.end_all(self._grace)
+        self._members.end(self._members.living, self._grace)
         return Outcome(error)
 
     def _finish(self, ended: Sequence[RankExit]) -> Outcome:
@@ -249,7 +249,7 @@ class ReplicaAttempt(RankAttempt):
             self._members.kill({each.member for each in self._generations.reports})
         failed = self._ends.of_members(self._ends.failed(ended))
         if failed:
-            self._members.end_all(self._grace)
+            self._members.end(self._members.living, self._grace)
             error = self._ends.blame(failed)
             self._setback = self._ends.setback(error, failed)
             return Outcome(error)

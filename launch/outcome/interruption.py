@@ -12,8 +12,8 @@ from trainwright.callbacks.end.options import preemption_problems
 from trainwright.callbacks.end.requeue import job_of
 from trainwright.core.run.interrupt import Interrupted
 
-A_WEEK = 7 * 86400.0
-"""Seconds: "no limit" for functions that wait."""
+# "No limit" for functions that wait, in seconds.
+_A_WEEK = 7 * 86400.0
 MARGIN_SECONDS = 2.0
 """Seconds beyond a rank's own limit (:class:`~trainwright.core.processes.watch.ShutdownWatch`), so that it can exit by
 itself.
@@ -46,7 +46,7 @@ def exit_timeout(cfg: DictConfig, verb: str, number: int = signal.SIGTERM) -> fl
         number: of the signal.
     """
     seconds = seconds_to_end(cfg, verb, number)
-    return A_WEEK if seconds is None else seconds + MARGIN_SECONDS
+    return _A_WEEK if seconds is None else seconds + MARGIN_SECONDS
 
 
 def handled_signals(cfg: DictConfig) -> tuple[signal.Signals, ...]:
@@ -91,25 +91,13 @@ def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, st
 def _requeue_problems(cfg: DictConfig, verb: str, environment: Mapping[str, str]) -> Iterator[str]:
     preemption = cfg.preemption
     if preemption.file is not None and Path(preemption.file).expanduser().exists():
-        yield (
-            f"preemption.file={preemption.file} exists already, so the run would end at its first step; delete the "
-            "file, or type another path"
-        )
+        yield f"preemption.file={preemption.file} exists, so the run would end at once; delete it, or type another"
     if verb != "fit" or not preemption.requeue:
         return
     in_job_of_its_own = cfg.launch.kind == "slurm"  # which keeps the run directory, and resumes in it
     if job_of(environment) is None and not in_job_of_its_own:
-        yield (
-            "preemption.requeue=true outside SLURM (SLURM_JOB_ID is not set): there is no job to requeue; type "
-            "preemption.requeue=false, or launch=slurm"
-        )
+        yield "preemption.requeue=true outside SLURM (SLURM_JOB_ID is not set): type launch=slurm, or leave it out"
     if cfg.resume is None and not in_job_of_its_own:
-        yield (
-            "preemption.requeue=true without resume=auto: the requeued job would not resume the saved checkpoint; type "
-            "resume=auto, with a run_dir=... of its own"
-        )
+        yield "preemption.requeue=true: the requeued job would not resume; type resume=auto, with its own run_dir=..."
     if all(each is None for each in cfg.checkpoint.values()):
-        yield (
-            "preemption.requeue=true without a checkpoint to resume; type checkpoint=last (or async), or "
-            "preemption.requeue=false"
-        )
+        yield "preemption.requeue=true without a checkpoint to resume; type checkpoint=last (or async), or leave it out"

@@ -25,7 +25,9 @@ class BeginningReport(Callback):
         """Write it on rank 0."""
         assert isinstance(trainer, Trainer)
         if trainer.is_global_zero:
-            write_attempt_start(self._folder, _beginning(trainer))
+            batch = trainer.global_batch
+            start = AttemptStart(trainer.global_step, None if batch is None else batch.size)
+            write_attempt_start(self._folder, start)
 
 
 class ProgressReport(BeginningReport):
@@ -56,8 +58,3 @@ class ProgressReport(BeginningReport):
     def on_train_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Stop listening."""
         self._stop()
-
-
-def _beginning(trainer: Trainer) -> AttemptStart:
-    batch = trainer.global_batch
-    return AttemptStart(trainer.global_step, None if batch is None else batch.size)

@@ -42,7 +42,7 @@ class LocalStore:
             """The address for the ranks."""
             self.port: int = listener.getsockname()[1]
             """The port."""
-            self._store: TCPStore | None = TCPStore(
+            self.store = TCPStore(
                 self.address,
                 self.port,
                 is_master=True,
@@ -50,6 +50,7 @@ class LocalStore:
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
+            """The store itself, until it is closed."""
 
     def __enter__(self) -> "LocalStore":
         return self
@@ -57,15 +58,9 @@ class LocalStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def store(self) -> TCPStore:
-        """The store itself."""
-        assert self._store is not None, "the store is closed"
-        return self._store
-
     def close(self) -> None:
         """Free the port; ranks can no longer connect."""
-        self._store = None
+        del self.store
 
 
 def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) -> dict[str, str]:

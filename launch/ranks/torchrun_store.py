@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -49,7 +48,7 @@ def meet(launcher: Launcher) -> Store:
     """
     store = _launchers_store(launcher)
     _kept[:] = [store]
-    if not restarts_ranks(os.environ):
+    if not _restarts_ranks():
         return store  # without restarts by the launcher, another attempt has other processes and another store
     if launcher.rank == 0:
         own = _open(launcher)
@@ -61,9 +60,9 @@ def meet(launcher: Launcher) -> Store:
     return _join(store, launcher.rank)
 
 
-def restarts_ranks(environment: Mapping[str, str]) -> bool:
+def _restarts_ranks() -> bool:
     """Return whether the launcher restarts ranks, and shares its own store with them."""
-    return "TORCHELASTIC_RUN_ID" in environment
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _open(launcher: Launcher) -> LocalStore:
@@ -123,7 +122,7 @@ def _launchers_store(launcher: Launcher) -> Store:
         return TCPStore(host, number, is_master=False, timeout=TIMEOUT)
     address, port = _address(launcher)
     listening = None
-    if launcher.rank == 0 and not restarts_ranks(os.environ):
+    if launcher.rank == 0 and not _restarts_ranks():
         listening = store_at(address, int(port), launcher.world_size // launcher.local_world_size)
     url = f"tcp://{address}:{port}?rank={launcher.rank}&world_size={launcher.world_size}"
     store: Store

@@ -79,9 +79,16 @@ def saved_global_batch(cfg: DictConfig) -> int | None:
         cfg: the resolved configuration of a started run.
     """
     newest, _ = newest_good(_folders(cfg))
-    if newest is None or not Folder(newest).exists():
-        return None
-    samples = read_manifest(newest).about.get("global_batch_size")
+    return None if newest is None else recorded_global_batch(newest)
+
+
+def recorded_global_batch(path: str) -> int | None:
+    """Return the samples per optimizer step recorded in a run state; None if unknown, or if there is no such folder.
+
+    Raises:
+        CheckpointError, OSError: if it cannot be read.
+    """
+    samples = read_manifest(path).about.get("global_batch_size") if Folder(path).exists() else None
     return None if samples is None else int(samples)
 
 

@@ -109,17 +109,6 @@ class Restart:
         return f" in {self.seconds:g} s" if self.seconds else ""
 
 
-@dataclass(frozen=True)
-class StopRestarting:
-    """Decision to give up.
-
-    Attributes:
-        reason: a sentence that says why and what to do.
-    """
-
-    reason: str
-
-
 def attempt_failure(failure: RankError, step: int | None, start_step: int | None) -> AttemptFailure:
     """Return the failure of a rank in the terms of the policy.
 
@@ -166,12 +155,12 @@ class RestartPolicy:
         """Whether nothing is ever restarted."""
         return self._max_restarts == 0
 
-    def decide(self, setback: AttemptFailure) -> Restart | StopRestarting:
-        """Decide about a failure."""
+    def decide(self, setback: AttemptFailure) -> Restart | str:
+        """Decide about a failure; return the restart, or a sentence that says why the run is given up."""
         self._count(setback)
         reason = self._reason_to_stop(setback)
         if reason is not None:
-            return StopRestarting(reason)
+            return reason
         self._restarts += 1
         return Restart(self._restarts, self._seconds())
 
@@ -182,9 +171,9 @@ class RestartPolicy:
             RankError: the failure, with the reason for giving up.
         """
         decision = self.decide(setback)
-        if isinstance(decision, StopRestarting):
-            log.write(f"given up: {decision.reason}", str(failure))
-            raise failure.because(f"the run was given up: {decision.reason}")
+        if isinstance(decision, str):
+            log.write(f"given up: {decision}", str(failure))
+            raise failure.because(f"the run was given up: {decision}")
         return decision
 
     def forgive(self) -> None:

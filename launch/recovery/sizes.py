@@ -9,7 +9,7 @@ from trainwright.checkpoint.read.candidates import AUTO
 from trainwright.core.config.references import settled
 from trainwright.core.processes.machine import num_gpus
 from trainwright.launch.checks.validate import validate
-from trainwright.launch.local.devices import LIMIT_FILE, Devices, Probe, is_device_failure, probe_environment
+from trainwright.launch.local.devices import LIMIT_FILE, Devices, Probe, is_device_failure
 from trainwright.launch.recovery.restarts import AttemptFailure, RestartLog
 from trainwright.strategies.compose.world import Surroundings, num_data_ranks
 
@@ -151,13 +151,9 @@ class Shrinking:
         lost = [device] if self._devices.count_failure(device, setback) else []
         if self._on_gpu and is_device_failure(setback):
             lost += self._unresponsive()
-        before = list(self._used)
-        changed = False
-        for each in lost:
-            changed |= self._remove(each, samples)
-        wanted = self._choose(samples)
-        self._used = before if wanted is None else wanted
-        return changed
+        removed = [self._remove(each, samples) for each in lost]
+        self._used = self._choose(samples) or self._used
+        return any(removed)
 
     def close(self) -> None:
         """End the probes."""
@@ -192,9 +188,10 @@ class Shrinking:
         answers = self._probe.answers()
         if answers is not None:
             self._probe = None
-            for device in (device for device, works in answers.items() if works):
-                self._log.write(f"device {device} answers again")
-                self._devices.mark_working(device)
+            for device, works in answers.items():
+                if works:
+                    self._log.write(f"device {device} answers again")
+                    self._devices.mark_working(device)
 
     def _unresponsive(self) -> list[int]:
         """Return the devices in use that do not answer."""
@@ -206,4 +203,4 @@ class Shrinking:
         return [device for device in self._used if not answers.get(device, False)]
 
     def _start_probe(self, devices: list[int]) -> Probe:
-        return Probe(devices, self._on_gpu, lambda device: probe_environment(device, self._cfg.devices, self._on_gpu))
+        return Probe(devices, self._cfg.devices, self._on_gpu)

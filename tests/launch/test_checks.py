@@ -128,7 +128,7 @@ def test_accepted_compression(arguments: Any) -> None:
     (({"name": "topk", "ratio": 2.0},), "compression.ratio=2.0 for topk: must be above 0 and at most 1"),
     (({"name": "topk"}, Layout(shard=4), ZERO), "type strategy.replicate=2 (or more)"),
     (({"name": "bf16"}, Layout(), DDP), "compression=bf16 with replicate=1"),
-    (({"name": "bf16"}, Layout(), "other.Strategy"), "only the strategies of this project, and those"),
+    (({"name": "bf16"}, Layout(), "other.Strategy"), "only strategies built on this project"),
     (({"name": "onebit"}, TWO, DDP, "SGD"), "type optimizer=adamw, or compression=topk"),
     (({"name": "onebit"}, TWO, DDP, "AdamW", "16-mixed"), "type precision=bf16-mixed"),
     (({"name": "topk", "sends": "steps"}, TWO, DDP, "SGD"), "or compression.sends=auto"),
@@ -247,9 +247,9 @@ LAUNCH: dict[str, Any] = {"recovery": "replicas", "max_restarts": None, "min_dev
     ({}, {"has_launcher": True}, ["under a launcher"]),
     ({}, {"verb": "validate"}, ["only fit can recover"]),
     ({"max_restarts": 0}, {}, ["launch=resilient"]),
-    ({"min_devices": 1}, {}, ["leave launch.min_devices out"]),
-    ({}, {"layout": Layout(shard=2)}, ["no other replica has the state"]),
-    ({"recovery": "restart"}, {}, ["uses no standby processes"]),
+    ({"min_devices": 1}, {}, ["lost ranks are replaced"]),
+    ({}, {"layout": Layout(shard=2)}, ["which has only one replica"]),
+    ({"recovery": "restart"}, {}, ["leave launch.spares out"]),
 ])  # fmt: skip
 def test_recovery_by_replicas(launch: dict[str, Any], given: dict[str, Any], expected: list[str]) -> None:
     given = {"verb": "fit", "layout": Layout(replicate=3), "has_launcher": False, **given}
@@ -269,7 +269,7 @@ def test_recovery_by_replicas(launch: dict[str, Any], given: dict[str, Any], exp
     ({"servers": 3}, "fit", {}, "every rank holds a server"),
     ({"servers": 2, "server_ranks": "own"}, "fit", {}, "only one worker"),
     ({"servers": 1}, "fit", {"max_restarts": 0}, "launch=resilient"),
-    ({"servers": 1}, "fit", {"spares": 1}, "restarts the lost rank"),
+    ({"servers": 1}, "fit", {"spares": 1}, "leave launch.spares out"),
 ])  # fmt: skip
 def test_recovery_by_rejoining(strategy: dict[str, Any], verb: str, launch: dict[str, Any], expected: Any) -> None:
     """On three ranks: the ranks that may be lost, or the problem."""

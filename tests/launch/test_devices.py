@@ -96,14 +96,12 @@ def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe_environment(2, 4, on_gpu=True)["CUDA_VISIBLE_DEVICES"] == "GPU-6"
 
 
-def test_probe_processes(ranks: object) -> None:
-    probe = Probe([0, 3], on_gpu=False, environment=lambda device: probe_environment(device, 4, on_gpu=False))
-    assert probe.answers(wait=True) == {0: True, 3: True}
+def test_probe_processes(ranks: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Probe([0, 3], 4, on_gpu=False).answers(wait=True) == {0: True, 3: True}
+    assert Probe([1], 4, on_gpu=False, seconds=0.0).answers() == {1: False}
     # There is no GPU here, or none of that name.
-    silent = Probe([0], on_gpu=True, environment=lambda _: {"CUDA_VISIBLE_DEVICES": "99"})
-    assert silent.answers(wait=True) == {0: False}
-    late = Probe([1], on_gpu=False, environment=lambda _: {}, seconds=0.0)
-    assert late.answers() == {1: False}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "99")
+    assert Probe([0], 4, on_gpu=True).answers(wait=True) == {0: False}
 
 
 @pytest.fixture

@@ -85,7 +85,8 @@ RECOVERY = ["launch.recovery=replicas", "launch.min_devices=1"]
 
 
 @pytest.mark.parametrize(("kind", "nodes", "refused"), [
-    ("slurm", 1, []), ("slurm", 2, RECOVERY), ("ray", 1, RECOVERY[:1]), ("ray", 2, RECOVERY), ("kubernetes", 1, RECOVERY),
+    ("slurm", 1, []), ("slurm", 2, RECOVERY), ("ray", 1, RECOVERY[:1]), ("ray", 2, RECOVERY),
+    ("kubernetes", 1, RECOVERY),
 ])  # fmt: skip
 def test_engines_that_cannot_recover(tmp_path: Path, kind: str, nodes: int, refused: list[str]) -> None:
     cfg = configured(tmp_path, f"launch.kind={kind}", f"nodes={nodes}", *RECOVERY)

@@ -138,7 +138,7 @@ def test_job_names(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be lower-case letters"),
+        (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be at most 50 lower-case letters"),
         (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
         (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
         (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
@@ -502,7 +502,7 @@ def test_failed_deletion(
     ("status", "said"),
     [
         (404, "the cluster knows no trainer.kubeflow.org/v1alpha1 trainjobs"),
-        (409, "an object of that name exists already"),
+        (409, "the name is taken"),
         (422, "the cluster refuses it (422 Unprocessable Entity): spec.x is wrong"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.launch.recovery.restarts import AttemptFailure, Restart, RestartLog, RestartPolicy, StopRestarting
+from trainwright.launch.recovery.restarts import AttemptFailure, Restart, RestartLog, RestartPolicy
 
 
 def _killed(step: int | None, start_step: int | None = 0, rank: int = 1) -> AttemptFailure:
@@ -37,9 +37,8 @@ def test_crash_loop() -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=3)
     texts = [f"bad value at 0x7f{n}3 in /tmp/x{n}/part {n}" for n in range(3)]
     decisions = [policy.decide(_raised(12, 10, rank, text)) for rank, text in enumerate(texts)]
-    assert [type(each) for each in decisions] == [Restart, Restart, StopRestarting]
-    assert isinstance(decisions[-1], StopRestarting)
-    assert "crash loop: the same failure (ValueError at step 12) occurred 3 times in a row" in decisions[-1].reason
+    assert [type(each) for each in decisions] == [Restart, Restart, str]
+    assert "crash loop: the same failure (ValueError at step 12) occurred 3 times in a row" in str(decisions[-1])
 
 
 @pytest.mark.parametrize(
@@ -55,14 +54,13 @@ def test_kills_of_different_ranks_differ() -> None:
     policy = RestartPolicy(max_restarts=None, same_failure_limit=2)
     assert isinstance(policy.decide(_killed(5, rank=0)), Restart)
     assert isinstance(policy.decide(_killed(5, rank=1)), Restart)
-    assert isinstance(policy.decide(_killed(5, rank=1)), StopRestarting)
+    assert isinstance(policy.decide(_killed(5, rank=1)), str)
 
 
 def test_error_before_the_first_step_is_final() -> None:
     for setback in (_raised(None, None), _raised(100, 100)):
         decision = RestartPolicy(max_restarts=None).decide(setback)
-        assert isinstance(decision, StopRestarting)
-        assert "before its first step" in decision.reason
+        assert "before its first step" in str(decision)
     assert isinstance(RestartPolicy(max_restarts=None).decide(_killed(None, None)), Restart)
 
 
@@ -77,8 +75,7 @@ def test_max_restarts() -> None:
     policy = RestartPolicy(max_restarts=2)
     decisions = [policy.decide(_killed(step)) for step in (1, 2, 3)]
     assert decisions[:2] == [Restart(1, 0.0), Restart(2, 0.0)]
-    assert isinstance(decisions[2], StopRestarting)
-    assert "launch.max_restarts=2" in decisions[2].reason
+    assert "launch.max_restarts=2" in str(decisions[2])
     assert RestartPolicy(max_restarts=0).is_off
     assert not RestartPolicy(max_restarts=None).is_off
 
@@ -92,8 +89,7 @@ def test_forgiven_failures() -> None:
 
 def test_loss_guard_stop_is_final() -> None:
     decision = RestartPolicy(max_restarts=None).decide(AttemptFailure(0, "DivergedError", "", 12, 3, raised=True))
-    assert isinstance(decision, StopRestarting)
-    assert "the loss guard ended it" in decision.reason
+    assert "the loss guard ended it" in str(decision)
 
 
 def test_restart_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,9 +169,7 @@ class Cluster:
                 "Kubeflow Trainer 2.2 or later there, or type another launch.namespace=..."
             )
         if error.status == 409:
-            return (
-                "an object of that name exists already; delete it, or type another launch.job_name=... or run_dir=..."
-            )
+            return "the name is taken; delete that object, or type another launch.job_name=... or run_dir=..."
         body = error.body if isinstance(error.body, str) else ""
         with contextlib.suppress(ValueError):
             body = str(json.loads(body).get("message", body))

@@ -33,10 +33,8 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
     """
     found = [*_name_problems(cfg), *_gpu_problems(cfg), *_path_problems(cfg), *_variable_problems(cfg)]
     if cfg.launch.submit and importlib.util.find_spec("kubernetes") is None:
-        found.append(
-            "launch.submit=true needs the package kubernetes, which is not installed; type pip install "
-            f"'trainwright[kubernetes]', or launch.submit=false and kubectl apply -f {MANIFEST_FILE}"
-        )
+        install = "pip install 'trainwright[kubernetes]'"
+        found.append(f"launch.submit=true: kubernetes is not installed; type {install}, or launch.submit=false")
     return found
 
 
@@ -45,10 +43,8 @@ def _name_problems(cfg: DictConfig) -> Iterator[str]:
     named = {"job_name": launch.job_name, "namespace": launch.namespace, "claim": launch.claim}
     for key, given in named.items():
         if given is not None and (_NAME.fullmatch(str(given)) is None or len(str(given)) > _LONGEST_NAME):
-            yield (
-                f"launch.{key}={given}: must be lower-case letters, digits and -, starting with a letter, at most "
-                f"{_LONGEST_NAME} characters"
-            )
+            allowed = f"at most {_LONGEST_NAME} lower-case letters, digits and -, starting with a letter"
+            yield f"launch.{key}={given}: must be {allowed}"
     for key in ("cpu", "memory", "shm"):
         if launch[key] is not None and _QUANTITY.fullmatch(str(launch[key])) is None:
             yield f"launch.{key}={launch[key]}: must be a quantity of Kubernetes, like 16, 500m or 64Gi"
@@ -61,10 +57,8 @@ def _gpu_problems(cfg: DictConfig) -> Iterator[str]:
     elif not gpus and cfg.accelerator == "gpu":
         yield f"accelerator=gpu with launch.gpus=0: the pods have none; type launch.gpus={cfg.devices}, or leave it out"
     elif gpus and isinstance(cfg.devices, int) and gpus < cfg.devices:
-        yield (
-            f"devices={cfg.devices} with launch.gpus={gpus}: each rank of a pod needs one; type "
-            f"launch.gpus={cfg.devices}, or devices={gpus}"
-        )
+        given = f"devices={cfg.devices} with launch.gpus={gpus}"
+        yield f"{given}: each rank of a pod needs one; type launch.gpus={cfg.devices}, or devices={gpus}"
 
 
 def _path_problems(cfg: DictConfig) -> Iterator[str]:

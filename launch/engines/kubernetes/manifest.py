@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trainwright.core.text.messages import RUN_TOKEN, token_environment
-from trainwright.launch.outcome.interruption import seconds_to_end
+from trainwright.launch.outcome.interruption import exit_timeout
 
 API_GROUP, API_VERSION, KIND = "trainer.kubeflow.org", "v1alpha1", "TrainJob"
 RUN_LABEL = "trainwright/run"
@@ -31,8 +31,7 @@ _NODE = "node"
 _PATCH_MANAGER = "trainwright/launch"
 _LONGEST_NAME = 40  # names derived from it have at most 63 characters
 # Seconds that agent and container need to exit after the ranks.
-_GRACE_MARGIN = 15
-_NO_LIMIT_SECONDS = 86400
+_GRACE_MARGIN = 13
 
 
 def name_of(cfg: DictConfig) -> str:
@@ -184,8 +183,7 @@ def _mounts(cfg: DictConfig) -> list[dict[str, Any]]:
 
 def _grace(cfg: DictConfig, verb: str) -> int:
     """Return the seconds that a pod has to exit, in which its ranks may save."""
-    seconds = seconds_to_end(cfg, verb)
-    return math.ceil(_NO_LIMIT_SECONDS if seconds is None else seconds) + _GRACE_MARGIN
+    return math.ceil(exit_timeout(cfg, verb)) + _GRACE_MARGIN
 
 
 def _plain(values: Mapping[Any, Any]) -> dict[str, str]:

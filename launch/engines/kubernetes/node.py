@@ -65,9 +65,7 @@ def place_of(environment: Mapping[str, str]) -> PodPlace:
         ValueError: if the variables are missing.
     """
     if "PET_MASTER_ADDR" not in environment:
-        raise ValueError(
-            "PET_MASTER_ADDR is not set: this program runs in the pods of trainwright fit launch=kubernetes"
-        )
+        raise ValueError("PET_MASTER_ADDR is not set: this program runs in the pods of launch=kubernetes")
     port = environment.get("PET_MASTER_PORT", "29500")
     return PodPlace(environment["PET_MASTER_ADDR"], int(port), environment.get("PET_NODE_RANK", "0") == "0")
 
@@ -114,10 +112,8 @@ def settle(cfg: DictConfig, text: str) -> str | None:
         write_config(cfg)
     elif (run_dir / CONFIG_FILE).read_text(encoding="utf-8") != text:
         if cfg.resume != AUTO:
-            return (
-                f"run_dir={run_dir}: holds another run already, on the volume of launch.claim={cfg.launch.claim}; type "
-                "resume=auto to resume it, or another run_dir=..."
-            )
+            given = f"run_dir={run_dir}: holds another run already, in launch.claim={cfg.launch.claim}"
+            return f"{given}; type resume=auto to resume it, or another run_dir=..."
         write_config(cfg)
     return None
 

@@ -17,7 +17,7 @@ from trainwright.core.run.interrupt import DeferredSignals, Interrupted
 from trainwright.core.text.bounded import parse_json
 from trainwright.core.text.messages import LONGEST
 from trainwright.launch.engines.kubernetes.cluster import Cluster
-from trainwright.launch.outcome.interruption import handled_signals, interruption_in, seconds_to_end
+from trainwright.launch.outcome.interruption import exit_timeout, handled_signals, interruption_in
 
 MARK = "\x1e"
 """Prefix of lines for the submitting command, which are not shown."""
@@ -45,7 +45,6 @@ _LAST_LINES = 20
 _MOST_SHOWN = 64
 # Seconds for the rest of the logs of ended pods, and for pods beyond their own grace period.
 _MARGIN_SECONDS = 10.0
-_NO_LIMIT_SECONDS = 86400.0
 # Seconds for which a cluster may not respond, as during an update.
 _SILENCE_SECONDS = 600.0
 
@@ -241,8 +240,7 @@ def _interrupt(cfg: DictConfig, verb: str, cluster: Cluster, logs: _Logs) -> Non
         return
     if not cluster.delete():
         return
-    seconds = seconds_to_end(cfg, verb)
-    end = time.monotonic() + (_NO_LIMIT_SECONDS if seconds is None else seconds) + 2 * _MARGIN_SECONDS
+    end = time.monotonic() + exit_timeout(cfg, verb) + 2 * _MARGIN_SECONDS
     with contextlib.suppress(Interrupted):  # a second signal ends the wait
         while cluster.query(cluster.pods) != [] and time.monotonic() < end:
             time.sleep(cfg.launch.poll_seconds)

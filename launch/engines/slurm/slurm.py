@@ -37,7 +37,7 @@ def problems(cfg: DictConfig, verb: str) -> list[str]:
 def _cluster_problems(cfg: DictConfig) -> Iterator[str]:
     cluster = cfg.launch.cluster
     if cluster == "slurm" and shutil.which("sbatch") is None:
-        yield "launch=slurm: there is no sbatch on this machine; submit elsewhere, or try it with launch.cluster=local"
+        yield "launch=slurm: there is no sbatch on this machine; use one that has it, or type launch.cluster=local"
     elif cluster == "local" and cfg.nodes > 1:
         yield f"launch.cluster=local with nodes={cfg.nodes}: it uses only this machine; type nodes=1"
     elif cluster == "local" and cfg.preemption.requeue:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from trainwright.core.processes.machine import address_of
 from trainwright.core.processes.orphans import AGENT
-from trainwright.launch.outcome.interruption import handled_signals, seconds_to_end
+from trainwright.launch.outcome.interruption import exit_timeout, handled_signals
 from trainwright.launch.outcome.rank_records import NodeOutcome
 
 # Signals that torch's agent forwards to its ranks.
@@ -57,7 +57,6 @@ def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> NodeOutcome
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     limit = cfg.launch.max_restarts
-    seconds = seconds_to_end(cfg, verb)
     config = LaunchConfig(
         min_nodes=cfg.nodes,
         max_nodes=cfg.nodes,
@@ -70,7 +69,7 @@ def run_agent(cfg: DictConfig, verb: str, rendezvous: Rendezvous) -> NodeOutcome
         monitor_interval=0.5,
         local_addr=rendezvous.address,
         signals_to_handle=",".join(number.name for number in {*_PASSED_ON, *handled_signals(cfg)}),
-        shutdown_timeout=86400 if seconds is None else int(seconds) + 2,
+        shutdown_timeout=int(exit_timeout(cfg, verb)),
     )
     words = ("-m", "trainwright.command.engine_rank", str(Path(cfg.run_dir)), verb)
     try:
