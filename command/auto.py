@@ -359,19 +359,13 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
     options, name = options_of(cfg.strategy), class_of(cfg.strategy)
     if options is None or options.planned_as is None:
         planned = [each for each, kind in all_options() if kind().planned_as is not None]
-        raise ConfigError(
-            [
-                f"micro_batch_size=auto with {name}: the memory of its ranks cannot be predicted; type a number, or "
-                f"one of the strategies {', '.join(planned)}"
-            ]
-        )
+        unknown = f"micro_batch_size=auto with {name}: the memory of its ranks cannot be predicted"
+        raise ConfigError([f"{unknown}; type a number, or one of the strategies {', '.join(planned)}"])
     batch = _global_batch(cfg, surroundings, "micro_batch_size=auto")
     problems = _micro_batch_problems(cfg, "micro_batch_size=auto")
     if cfg.accumulation.steps is not None:
-        problems.append(
-            f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}: each follows from the other; "
-            "leave accumulation.steps out"
-        )
+        given = f"micro_batch_size=auto with accumulation.steps={cfg.accumulation.steps}"
+        problems.append(f"{given}: each follows from the other; leave accumulation.steps out")
     trial = cfg.copy()
     trial.micro_batch_size = None
     problems += validate(trial, surroundings)
@@ -379,13 +373,10 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
     if layout is None:
         raise ConfigError(problems or [f"micro_batch_size=auto with {name}: its layout is not known"])
     if batch % layout.data_ranks:
-        raise ConfigError(
-            [
-                f"micro_batch_size=auto: global_batch_size={batch} is not a multiple of the {layout.data_ranks} "
-                "data-parallel ranks; type "
-                f"global_batch_size={math.ceil(batch / layout.data_ranks) * layout.data_ranks}"
-            ]
-        )
+        possible = math.ceil(batch / layout.data_ranks) * layout.data_ranks
+        given = f"micro_batch_size=auto: global_batch_size={batch}"
+        ranks = f"the {layout.data_ranks} data-parallel ranks"
+        raise ConfigError([f"{given} is not a multiple of {ranks}; type global_batch_size={possible}"])
     document = _call(_largest, surroundings, cfg, _planner_config(cfg, surroundings, batch), most)
     chosen = document["chosen"]
     cfg.micro_batch_size, cfg.global_batch_size = chosen["micro_batch_size"], batch

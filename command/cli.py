@@ -38,10 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 success; 1 a rank or job failed, `verify` found a difference, `doctor` an error, or a
-            checkpoint is
-        damaged; 2 the command or configuration was refused and nothing was started; 130 and 143 after Ctrl-C and
-        SIGTERM (138 after SIGUSR1, or `preemption.exit_code`); any other number was given to `sys.exit` by the user's
-        code.
+        checkpoint is damaged; 2 the command or configuration was refused and nothing was started; 130 and 143 after
+        Ctrl-C and SIGTERM (138 after SIGUSR1, or `preemption.exit_code`); any other number was given to `sys.exit` by
+        the user's code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:

@@ -17,30 +17,24 @@ from trainwright.core.failures.failure import FailureRecorder, log_file
 from trainwright.core.failures.records import write_result
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
-from trainwright.core.run.launcher import detect_launcher
+from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.engines.torchrun.agreement import agree
 from trainwright.launch.outcome.rank_records import forget_rank, record_local_rank
 from trainwright.launch.ranks.output import Output
 
-_NO_RANK = "an engine gives its ranks RANK, WORLD_SIZE and the like"
 
-
-def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
-    """Run the rank that this process is.
+def run_rank(run_dir: Path, verb: str, launcher: Launcher) -> None:
+    """Run the rank that this process is; rank 0 writes the final metrics into the run directory.
 
     Args:
         run_dir: with `config.yaml`; visible to all ranks.
         verb: fit, validate, test or predict.
-
-    Returns:
-        The final metrics by name; rank 0 writes them into the run directory.
+        launcher: of `detect_launcher`.
 
     Raises:
         SystemExit: with exit code 1 after a recorded error; unchanged if the user's code raised it.
         Interrupted: if this process was interrupted.
     """
-    launcher = detect_launcher()
-    assert launcher is not None, _NO_RANK
     ends = forget_rank(run_dir, launcher.rank, launcher.world_size)
     recorder = FailureRecorder(ends, launcher.rank, run_dir)
     try:
@@ -56,7 +50,6 @@ def run_rank(run_dir: Path, verb: str) -> dict[str, float]:
         raise SystemExit(1) from None
     if launcher.rank == 0:
         write_result(ends, metrics)
-    return metrics
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,13 +58,13 @@ def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, raise_interrupted)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as for the command `trainwright`
-    run_dir, verb = words
+    run_dir, verb = Path(words[0]), words[1]
     launcher = detect_launcher()
-    assert launcher is not None, _NO_RANK
-    record_local_rank(Path(run_dir), launcher.rank)
-    Output().to(log_file(Path(run_dir), launcher.rank))
+    assert launcher is not None, "an engine gives its ranks RANK, WORLD_SIZE and the like"
+    record_local_rank(run_dir, launcher.rank)
+    Output().to(log_file(run_dir, launcher.rank))
     try:
-        run_rank(Path(run_dir), verb)
+        run_rank(run_dir, verb, launcher)
     except Interrupted as interrupted:
         return interrupted.exit_code
     except KeyboardInterrupt:

@@ -35,15 +35,10 @@ class VerifyOptions:
         if not is_whole(self.steps, 1):
             found.append(f"verify.steps={self.steps}: must be a whole number of at least 1; type verify.steps=4")
         if self.tolerance is not None and not (is_number(self.tolerance) and 0 < self.tolerance < 1):
-            found.append(
-                f"verify.tolerance={self.tolerance}: must be more than 0 and less than 1, a relative difference; type "
-                f"verify.tolerance={TOLERANCE:g}, or leave it out"
-            )
+            found.append(f"verify.tolerance={self.tolerance}: must be more than 0 and less than 1; leave it out")
         if self.tolerance is None and precision != "32":
-            found.append(
-                f"precision={precision}: rounding differs by layout far more than the {TOLERANCE:g} that precision=32 "
-                "guarantees; type precision=32, or set a tolerance, for example verify.tolerance=0.01"
-            )
+            rounding = f"rounding differs by layout far more than the {TOLERANCE:g} of precision=32"
+            found.append(f"precision={precision}: {rounding}; type precision=32, or verify.tolerance=0.01")
         return found
 
     @property

@@ -295,8 +295,7 @@ def register_schema() -> None:
     """Register the dataclasses with Hydra; a second call changes nothing.
 
     Names start with an underscore because they are base types, not choices: `strategy=_zero` is never offered. A
-        strategy
-    of another package is a choice without a yaml: its options are complete.
+    strategy of another package is a choice without a yaml: its options are complete.
 
     Raises:
         ConfigError: if another package's strategy cannot be loaded.

@@ -296,9 +296,7 @@ class _Composer:
             self.result.guessed = False
             return None
         if override.is_sweep_override():
-            self._add(
-                f"{text}: several values need several runs; add -m (--multirun), or type one value; a list is [1,2]"
-            )
+            self._add(f"{text}: several values need several runs; add -m (--multirun), or type one; a list is [1,2]")
             self.result.guessed = False
             return None
         key = override.get_key_element().lstrip("+~").split("@")[0]
@@ -438,17 +436,14 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
         return []
     folder = Path(config_dir).expanduser()
     if not folder.is_dir():
-        return [
-            f"--config-dir {config_dir}: there is no such folder; it must contain your files as <group>/<choice>.yaml"
-        ]
+        return [f"--config-dir {config_dir}: there is no such folder; it needs your files as <group>/<choice>.yaml"]
     import trainwright.conf
 
     ours = Path(next(iter(trainwright.conf.__path__)))
     if folder.resolve() == ours.resolve():
         return []
     return [
-        f"--config-dir {config_dir}: {path.relative_to(folder)} has the name of a file of trainwright and would be "
-        "ignored; give it another name"
+        f"--config-dir {config_dir}: {path.relative_to(folder)} has the name of a file of trainwright; rename it"
         for path in sorted(folder.rglob("*.yaml"))
         if (ours / path.relative_to(folder)).is_file()
     ]

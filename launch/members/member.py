@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -83,7 +84,7 @@ class Member:
         self._generation = -1
 
     def run(self) -> None:
-        """Wait to join, and train in each generation until training ends."""
+        """Wait to join, and train in each generation until training ends; the launching process kills unwanted members."""
         from trainwright.checkpoint.memory.snapshots import Snapshots
 
         self._snapshots = Snapshots(keep=2)
@@ -91,7 +92,8 @@ class Member:
         gc.freeze()  # exclude the imports from garbage collection, which leaving groups triggers
         self._mailbox.report_ready(self._number)
         while True:
-            announcement = self._next()
+            announcement = self._mailbox.wait_for_generation(self._number, self._generation)
+            self._generation = announcement.generation
             metrics = self._train(announcement)
             if metrics is not None:
                 if announcement.members[0] == self._number:
@@ -101,12 +103,6 @@ class Member:
     def record(self, error: BaseException) -> None:
         """Record the error that ends this member."""
         self._recorder.record(error)
-
-    def _next(self) -> Announcement:
-        """Wait for a later generation that includes this member; the launching process kills unwanted members."""
-        found = self._mailbox.wait_for_generation(self._number, self._generation)
-        self._generation = found.generation
-        return found
 
     # ---- one generation ---------------------------------------------------------------------------------------------
 
@@ -232,29 +228,26 @@ def _clear_tracebacks(error: BaseException | None) -> None:
         error = error.__context__
 
 
-class _abort_on_call:  # noqa: N801 - read as a sentence: with _abort_on_call(...)
-    """Context manager that aborts NCCL collectives when the members are called to leave at once.
+@contextlib.contextmanager
+def _abort_on_call(mailbox: Mailbox, generation: int) -> Iterator[None]:
+    """Abort NCCL collectives when the members are called to leave at once.
 
     gloo raises on a broken connection; an NCCL kernel waits for the lost peer.
     """
+    over = threading.Event()
 
-    def __init__(self, mailbox: Mailbox, generation: int) -> None:
-        self._mailbox = mailbox
-        self._generation = generation
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="trainwright-regroup", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._over.wait(_POLL_SECONDS):
-            if self._mailbox.board.called(self._generation) == NOW:
+    def look() -> None:
+        while not over.wait(_POLL_SECONDS):
+            if mailbox.board.called(generation) == NOW:
                 from trainwright.strategies.contract.groups import abort_groups
 
                 abort_groups()
                 return
+
+    thread = threading.Thread(target=look, name="trainwright-regroup", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -119,10 +119,7 @@ def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
     elif cfg.resume is not None and verb != "fit":
         yield f"resume={cfg.resume} with {verb}: only fit can start from scratch; type ckpt_path={LAST}"
     if cfg.init_from is not None and cfg.ckpt_path is not None:
-        yield (
-            f"init_from={cfg.init_from} with ckpt_path={cfg.ckpt_path}: the weights of the checkpoint would replace "
-            "those of init_from; leave one out"
-        )
+        yield f"init_from={cfg.init_from} with ckpt_path={cfg.ckpt_path}: both set the weights; leave one out"
     if cfg.trust and not given:
         yield "trust=true without a checkpoint: it lets the file named by ckpt_path run code; leave it out"
     if not cfg.strict and not given and cfg.init_from is None:
@@ -139,19 +136,12 @@ def _find_newest(cfg: DictConfig, verb: str) -> list[str]:
     if cfg.ckpt_path is not None or not is_last:
         return []
     if reasons:
-        return [
-            f"ckpt_path={LAST}: there is no good checkpoint; skipped: {'; '.join(reasons)}. Type ckpt_path=<path> of "
-            "another one, or leave it out to start from scratch"
-        ]
-    if cfg.run_dir is not None:
-        return [
-            f"ckpt_path={LAST}: there is no checkpoint in {', '.join(folders)}; leave it out to start from scratch, or "
-            f"type resume={AUTO} to do so only if there is none"
-        ]
-    return [
-        f"ckpt_path={LAST}: no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint; leave ckpt_path "
-        "out to start from scratch, or type ckpt_path=<path>"
-    ]
+        why = f"there is no good checkpoint; skipped: {'; '.join(reasons)}"
+    elif cfg.run_dir is not None:
+        why = f"there is no checkpoint in {', '.join(folders)}"
+    else:
+        why = f"no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint"
+    return [f"ckpt_path={LAST}: {why}; type ckpt_path=<path>, or resume={AUTO} to start from scratch without one"]
 
 
 def _folders(cfg: DictConfig) -> list[str]:
@@ -186,10 +176,8 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
         if path.lower().endswith(_TORCH_FILES):
             problem = connection_problem(path)  # its reader checks whether the file exists
             return [] if problem is None else [f"ckpt_path={path}: {problem}; fetch the file, then type its path"]
-        return [
-            f"ckpt_path={path}: only single files can be read over http ({', '.join(_TORCH_FILES)}); fetch the folder, "
-            "then type its path"
-        ]
+        allowed = f"only {', '.join(_TORCH_FILES)} files can be read over http"
+        return [f"ckpt_path={path}: {allowed}; fetch the folder, then type its path"]
     if is_remote(path):
         if Folder(path).is_file():
             return []
@@ -211,9 +199,11 @@ def _problem_of_local(cfg: DictConfig, path: Path) -> str | None:
         return None if (path / MANIFEST).exists() else _problem_of_folder(cfg, path)
     if (path.parent / MANIFEST).exists():
         return f"is one file of a checkpoint; type its folder, ckpt_path={path.parent}"
-    if path.suffix == _SAFETENSORS:
-        return f"contains only weights, so training cannot be resumed; type init_from={path} to start from them"
-    return None
+    return _only("weights", str(path)) if path.suffix == _SAFETENSORS else None
+
+
+def _only(kind: str, path: str) -> str:
+    return f"contains only {kind}, so training cannot be resumed; type init_from={path} to start from them"
 
 
 def _unreadable(path: Path) -> str | None:
@@ -232,20 +222,17 @@ def _problem_of_folder(cfg: DictConfig, path: Path) -> str | None:
     if inside is not None:
         return f"contains checkpoints, but is not one; type ckpt_path={inside}, the newest good one in it"
     if (path / "latest").is_file() or list(path.glob("*_model_states.pt")):
-        return (
-            f"is a DeepSpeed checkpoint; type trainwright checkpoint import {path} --to imported, then "
-            "ckpt_path=imported"
-        )
+        return f"is a DeepSpeed checkpoint; {_import_command(path)}, then ckpt_path=imported"
     if (path / ".metadata").exists():
-        if cfg.trust:
-            return None
-        return (
-            "is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle and can run code; type "
-            "trust=true if you trust its source"
-        )
+        of_torch = "is of torch.distributed.checkpoint, whose .metadata is a pickle and can run code"
+        return None if cfg.trust else f"{of_torch}; type trust=true if you trust its source"
     if list(path.glob(f"*{_SAFETENSORS}")) and not list(path.glob("rank_*")):
-        return f"contains only weights, so training cannot be resumed; type init_from={path} to start from them"
+        return _only("weights", str(path))
     return f"has no {MANIFEST}, so it is not a checkpoint, or an unfinished one; {_advice(cfg)}"
+
+
+def _import_command(path: Path | str) -> str:
+    return f"type trainwright checkpoint import {path} --to imported"
 
 
 def _advice(cfg: DictConfig) -> str:
@@ -264,14 +251,9 @@ def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> li
     if wrong:
         problems.append(f"ckpt_path={cfg.ckpt_path}: is damaged: {'; '.join(wrong)}; {_advice(cfg)}")
     if verb == "fit" and about.get("kind", RUN_STATE) != RUN_STATE:
-        problems.append(
-            f"ckpt_path={cfg.ckpt_path}: contains only {about['kind']}, so training cannot be resumed; type "
-            f"init_from={cfg.ckpt_path} to start from them"
-        )
+        problems.append(f"ckpt_path={cfg.ckpt_path}: {_only(about['kind'], cfg.ckpt_path)}")
     if cfg.trust:
-        problems.append(
-            f"trust=true has no effect: nothing in the checkpoint {cfg.ckpt_path} can run code; leave it out"
-        )
+        problems.append(f"trust=true has no effect: nothing in {cfg.ckpt_path} can run code; leave it out")
     if verb == "fit":
         problems += [*_batch_problems(cfg, about), *_space_problems(cfg, about)]
     return problems
@@ -279,12 +261,9 @@ def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> li
 
 def _batch_problems(cfg: DictConfig, about: Any) -> Iterator[str]:
     saved, given = about.get("global_batch_size"), cfg.global_batch_size
-    if saved is None or given is None or saved == given or cfg.trainer.get("allow_changed_data"):
-        return
-    yield (
-        f"global_batch_size={given}, but {cfg.ckpt_path} was trained with {saved}; type global_batch_size={saved}, or "
-        "trainer.allow_changed_data=true to resume with another one"
-    )
+    if None not in (saved, given) and saved != given and not cfg.trainer.get("allow_changed_data"):
+        trained = f"global_batch_size={given}, but {cfg.ckpt_path} was trained with {saved}"
+        yield f"{trained}; type global_batch_size={saved}, or trainer.allow_changed_data=true"
 
 
 def _space_problems(cfg: DictConfig, about: Any) -> Iterator[str]:
@@ -297,10 +276,9 @@ def _space_problems(cfg: DictConfig, about: Any) -> Iterator[str]:
             continue
         free = free_bytes(callback.dirpath)
         if free is not None and free < needed:
-            yield (
-                f"checkpoint.{name}.dirpath={callback.dirpath}: {size_text(free)} are free, but a checkpoint of this "
-                f"run needs {size_text(needed)}; free space, or type another checkpoint.{name}.dirpath=..."
-            )
+            key = f"checkpoint.{name}.dirpath"
+            there = f"{size_text(free)} are free, but a checkpoint of this run needs {size_text(needed)}"
+            yield f"{key}={callback.dirpath}: {there}; free space, or type another {key}=..."
 
 
 # ---- weights to start from ------------------------------------------------------------------------------------------
@@ -319,10 +297,8 @@ def _problems_of_weights(cfg: DictConfig) -> list[str]:
     is_folder = local.is_dir() and ((local / MANIFEST).exists() or any(local.glob(f"*{_SAFETENSORS}")))
     if is_folder or (local.is_file() and local.suffix == _SAFETENSORS):
         return []
-    return [
-        f"init_from={path}: is neither a .safetensors file, a folder of them, nor a checkpoint; type trainwright "
-        f"checkpoint import {path} --to imported, then init_from=imported"
-    ]
+    problem = "is neither a .safetensors file, a folder of them, nor a checkpoint"
+    return [f"init_from={path}: {problem}; {_import_command(path)}, then init_from=imported"]
 
 
 _SECONDS = 4.0

@@ -198,10 +198,8 @@ class RestartPolicy:
             return "it is not restarted, because it failed before its first step; fix the error first"
         if self._same >= self._same_failure_limit:
             times = "once" if self._same == 1 else f"{self._same} times in a row"
-            return (
-                f"crash loop: the same failure ({setback.kind} {setback.when}) occurred {times}, so it would occur "
-                f"after another restart (launch.same_failure_limit={self._same_failure_limit})"
-            )
+            same = f"crash loop: the same failure ({setback.kind} {setback.when}) occurred {times}"
+            return f"{same} (launch.same_failure_limit={self._same_failure_limit})"
         if self._max_restarts is not None and self._restarts >= self._max_restarts:
             return f"it was restarted {self._restarts} time(s) already (launch.max_restarts={self._max_restarts})"
         return None

@@ -82,10 +82,7 @@ def size_problems(cfg: DictConfig, verb: str) -> list[str]:
         return []
     if fewest >= cfg.devices:
         smaller = f"type launch.min_devices={cfg.devices - 1}, or " if cfg.devices > 1 else ""
-        return [
-            f"launch.min_devices={fewest} with devices={cfg.devices}: there is no smaller number of devices to "
-            f"continue with; {smaller}leave it out"
-        ]
+        return [f"launch.min_devices={fewest} with devices={cfg.devices}: must be below devices; {smaller}leave it out"]
     problems = [problems_of_size(cfg, verb, size) for size in range(cfg.devices - 1, fewest - 1, -1)]
     if not all(problems):
         return []

@@ -134,8 +134,7 @@ class HangMonitor:
         """Return a comparison of the calls of ranks that failed or crashed; None if it shows nothing.
 
         All processes may be gone: each rank has recorded its state at the error, and Python's fault handler its stacks
-            when
-        native code ended it, as gloo does where a rank receives more than it asked for.
+        when native code ended it, as gloo does where a rank receives more than it asked for.
         """
         slow = self._limits.slow_limit()
         failed, crashed, crashes = [], [], []

@@ -44,9 +44,8 @@ def problem_of(launcher: Launcher) -> str | None:
     here, everywhere = launcher.local_world_size, launcher.world_size
     return (
         f"{launcher.name} has started {everywhere} ranks, {here} of them on this machine, and they share no secret: "
-        "the configuration, which determines the code that runs, is sent to the other machines through a store that "
-        "anyone with network access to it can write. Set the same secret on all machines: export "
-        f"{RUN_TOKEN}=<secret>, made once with `openssl rand -hex 32`."
+        "anyone with network access could send other machines a configuration, and so code. Set the same secret on all "
+        f"machines: export {RUN_TOKEN}=<secret>, made once with `openssl rand -hex 32`."
     )
 
 
