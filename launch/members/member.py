@@ -84,7 +84,7 @@ class Member:
         self._generation = -1
 
     def run(self) -> None:
-        """Wait to join, and train in each generation until training ends; the launching process kills unwanted members."""
+        """Wait to join, and train in each generation until training ends or this member is killed."""
         from trainwright.checkpoint.memory.snapshots import Snapshots
 
         self._snapshots = Snapshots(keep=2)

@@ -33,11 +33,11 @@ def _rank(rank: int, size: int = 2) -> Launcher:
 
 
 def test_store_of_the_current_attempt(agents_store: HashStore) -> None:
-    with LocalStore() as dead, LocalStore() as before:
+    with LocalStore() as dead:
+        dead_port = dead.port
+    with LocalStore() as before:
         # Rank 0 of one earlier attempt is dead, that of another lives still; its rank 1 has been there.
         before.store.add("trainwright/joined/1", 1)
-        dead_port = dead.port
-        dead.close()
         agents_store.set("trainwright/meeting", json.dumps(["127.0.0.1", dead_port]))
         found: list[Any] = []
         waiting = threading.Thread(target=lambda: found.append(meet(_rank(1))))
