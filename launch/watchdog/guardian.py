@@ -77,10 +77,7 @@ class Guardian:
             "limits": asdict(limits),
         }
         self._process = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-m", __name__, json.dumps(task)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", __name__, json.dumps(task)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

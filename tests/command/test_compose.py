@@ -186,16 +186,10 @@ def test_error_messages(conf: Path, overrides: list[str], parts: list[str]) -> N
     assert [part for part in ("Traceback", "hydra.cc", "Config search path") if part in found[0]] == []
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        ("  - override /launch: multinode\n", "launch=multinode was removed; start torchrun on each host"),
-        (
-            "  - override /launch: kubernetes\nlaunch: {job: jobset}\n",
-            "launch.job was removed: every job is a TrainJob",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("lines", "said"), [
+    ("  - override /launch: multinode\n", "launch=multinode was removed; start torchrun on each host"),
+    ("  - override /launch: kubernetes\nlaunch: {job: jobset}\n", "launch.job was removed: every job is a TrainJob"),
+])  # fmt: skip
 def test_removed_options_in_recipes(conf: Path, lines: str, said: str) -> None:
     head = "# @package _global_\ndefaults:\n  - mine\n"
     (conf / "recipe/old.yaml").write_text(head + lines.replace("\nlaunch", "\n  - _self_\nlaunch"), encoding="utf-8")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from tests.command.test_auto import losses
+from tests.command.test_auto import TINY, here, losses  # noqa: F401 - a fixture
 from trainwright import compose, run
-from trainwright.command import auto, probe
+from trainwright.command import probe
 from trainwright.command.run import plan, prepare
 from trainwright.core.failures.failure import Failure, RankError
 from trainwright.core.problems import ConfigError
@@ -19,11 +19,7 @@ from trainwright.planning.memory.measured import host_peak
 from trainwright.recipes.gpt.module import GPTModule
 
 MIB = 2**20
-TINY = [
-    "module.config.layers=4", "module.config.dim=16", "module.config.heads=2", "module.config.seq_len=16",
-    "callbacks.sample=null", "logger=csv", "trainer.val_check_interval=null", "trainer.limit_val_batches=0",
-    "monitor=none", "accelerator=cpu", "global_batch_size=16", "trainer.log_every_n_steps=1", "max_steps=3",
-]  # fmt: skip
+WORDS = ["monitor=none", "global_batch_size=16", "trainer.log_every_n_steps=1", "max_steps=3"]
 
 
 class Greedy(GPTModule):
@@ -37,13 +33,7 @@ class Greedy(GPTModule):
 
 
 def composed(*words: str) -> DictConfig:
-    return compose("gpt", [*TINY, *words])
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan in this process, which has all imports."""
-    monkeypatch.setattr(auto, "call_in_subprocess", lambda function, *arguments: function(*arguments))
+    return compose("gpt", [*TINY, *WORDS, *words])
 
 
 def record(host: int, device: int = 0, there: int = 0, retries: int = 0) -> dict[str, int]:
@@ -101,10 +91,7 @@ def test_probed_run_equals_the_explicit_one(tmp_path: Path) -> None:
     assert "rank 1 failed with OutOfMemoryError" in first["why"]
     assert (second["micro_batch_size"], second["fits"]) == (4, True)
     assert second["needed"] > 0
-    assert (document["chosen"]["micro_batch_size"], document["why"]) == (
-        4,
-        "larger ones did not fit when tried.",
-    )
+    assert (document["chosen"]["micro_batch_size"], document["why"]) == (4, "larger ones did not fit when tried.")
     assert document["lines"][2] == "the same by hand: micro_batch_size=4 global_batch_size=16"
     assert [line.split(":")[0] for line in document["lines"][3:]] == ["tried", "tried"]
 

@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command.project import environment
-from tests.faults.commands import WORDS, Command, ends, training, write_faulty_project
+from tests.faults.commands import WORDS, Command, ends, training
 from tests.faults.failing_hooks import OF_CALLBACK, OF_MODULE, end_of_fit, hooks_of_a_fit
 from tests.warm import warm_run
 
@@ -123,9 +122,11 @@ def test_the_first_cause_is_reported_and_nothing_is_left(conf: Path, temporary: 
     assert names_in(temporary) == []
 
 
-def test_a_second_ctrl_c_ends_everything_as_well(conf: Path, temporary: Path) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_everything(conf: Path, temporary: Path, times: int) -> None:
     run = Command(training(conf))
-    for _ in range(2):
+    assert len(run.session()) >= 4  # the launching process, the fork server, two ranks
+    for _ in range(times):
         os.killpg(run.process.pid, signal.SIGINT)
         time.sleep(0.05)
     assert run.end() == 130, run.said()
@@ -142,19 +143,6 @@ def test_sys_exit_in_a_run_of_one_process(conf: Path) -> None:
     assert run.end() == 3
     assert "trainwright: sys.exit(3) was called by" in run.said()
     assert "Traceback" not in run.said()
-
-
-@pytest.fixture
-def conf(tmp_path: Path) -> Path:
-    return write_faulty_project(tmp_path)
-
-
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files, with a path as short as that of an ordinary one."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield Path(folder)
 
 
 def names_in(folder: Path) -> list[str]:

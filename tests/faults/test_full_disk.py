@@ -194,19 +194,15 @@ def endless() -> str:
     return endless()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Odd(lambda: 1 / 0),
-        Odd(lambda: 7),
-        Odd(lambda: None),
-        Odd(endless),
-        Odd(lambda: [][0]),
-        Notes(lambda: "text"),
-        Odd(lambda: "\ud800 half a character"),
-    ],
-    ids=range(7),
-)
+@pytest.mark.parametrize("error", [
+    Odd(lambda: 1 / 0),
+    Odd(lambda: 7),
+    Odd(lambda: None),
+    Odd(endless),
+    Odd(lambda: [][0]),
+    Notes(lambda: "text"),
+    Odd(lambda: "\ud800 half a character"),
+], ids=range(7))  # fmt: skip
 def test_an_error_without_a_text_is_reported_in_one_paragraph(tmp_path: Path, error: Exception) -> None:
     """Seven errors whose text raises, is none, or cannot be encoded."""
     try:

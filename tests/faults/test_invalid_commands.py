@@ -43,11 +43,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.thorough
 @pytest.mark.timeout(max(300, DRAWS))
 @settings(
-    max_examples=DRAWS,
-    deadline=None,
-    derandomize=DRAWS == 120,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=DRAWS, deadline=None, derandomize=DRAWS == 120, database=None, suppress_health_check=list(HealthCheck)
 )
 @given(command=commands())
 def test_junk_is_accepted_or_refused_in_a_paragraph(

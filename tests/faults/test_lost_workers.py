@@ -31,16 +31,12 @@ def train(folder: Path, *words: str) -> tuple[Path, str]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("consistency", "step", "more"),
-    [
-        ("sync", 3, OWN),
-        ("ssp", 10, ("strategy.staleness=2",)),
-        ("async", 23, ()),
-        ("async", 2, ("strategy.leases=at_least_once",)),
-    ],
-    ids=["synchronous, dedicated server", "bounded staleness", "asynchronous, last step", "leases"],
-)
+@pytest.mark.parametrize(("consistency", "step", "more"), [
+    ("sync", 3, OWN),
+    ("ssp", 10, ("strategy.staleness=2",)),
+    ("async", 23, ()),
+    ("async", 2, ("strategy.leases=at_least_once",)),
+], ids=["synchronous, dedicated server", "bounded staleness", "asynchronous, last step", "leases"])  # fmt: skip
 def test_a_killed_worker_is_replaced_while_the_others_continue(
     tmp_path: Path, consistency: str, step: int, more: tuple[str, ...]
 ) -> None:
@@ -61,14 +57,10 @@ def test_a_killed_worker_is_replaced_while_the_others_continue(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("rank", "how"),
-    [
-        (0, ("+inject=[kill(rank=0, at_step=11)]",)),
-        (2, (*OWN, "+callbacks.killer={_target_: tests.faults.tiny.KillServer, at_step: 11}")),
-    ],
-    ids=["beside", "own"],
-)
+@pytest.mark.parametrize(("rank", "how"), [
+    (0, ("+inject=[kill(rank=0, at_step=11)]",)),
+    (2, (*OWN, "+callbacks.killer={_target_: tests.faults.tiny.KillServer, at_step: 11}")),
+], ids=["beside", "own"])  # fmt: skip
 def test_a_lost_server_restarts_the_run_from_the_latest_checkpoint(
     tmp_path: Path, rank: int, how: tuple[str, ...]
 ) -> None:

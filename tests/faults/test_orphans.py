@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.command.project import environment
-from tests.faults.commands import LIMIT, Command, training, write_faulty_project
+from tests.faults.commands import LIMIT, Command, training
 from tests.warm import WarmPopen
 from trainwright.core.processes.process import PARENT, is_alive, stat_of
 
@@ -28,13 +28,6 @@ pytestmark = pytest.mark.skipif(
 # What is left after so many seconds is left for good; a tracker of resources removes files first.
 _SECONDS = 10.0
 FAULTY = ("data._target_=trouble.WorkerData", '+inject=[hang(rank=1, at_step=2, how="gil")]')
-
-
-@pytest.fixture
-def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project in a folder that is the current one."""
-    monkeypatch.chdir(tmp_path)
-    return write_faulty_project(tmp_path)
 
 
 def descendants(process: int) -> dict[int, str]:

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.command.project import environment
-from tests.faults.commands import LIMIT, Command, ends, resume_from, training, write_faulty_project
+from tests.faults.commands import LIMIT, Command, ends, resume_from, training
 from tests.faults.preempted import (
     SendSignal,
     evaluate,
@@ -170,14 +170,11 @@ def preempt(callbacks: list[Any]) -> tuple[Any, Preempted]:
     return trainer, ended.value
 
 
-@pytest.mark.parametrize(
-    ("number", "options", "code"),
-    [
-        (signal.SIGUSR1, {"signals": ["SIGUSR1"]}, 138),
-        (signal.SIGUSR2, {"signals": ["SIGUSR2"]}, 140),
-        (signal.SIGTERM, {"exit_code": 75}, 75),
-    ],
-)
+@pytest.mark.parametrize(("number", "options", "code"), [
+    (signal.SIGUSR1, {"signals": ["SIGUSR1"]}, 138),
+    (signal.SIGUSR2, {"signals": ["SIGUSR2"]}, 140),
+    (signal.SIGTERM, {"exit_code": 75}, 75),
+])  # fmt: skip
 def test_signals_and_exit_codes(tmp_path: Path, number: signal.Signals, options: dict[str, Any], code: int) -> None:
     _, ended = watched(tmp_path, [SendSignal("on_train_batch_end", 3, number=number), Preemption(**options)], None, 5)
     assert ended is not None
@@ -262,20 +259,17 @@ def poll_of(url: str, file: Path | None = None) -> NoticePoll:
     return NoticePoll(None if file is None else str(file), url, {"Metadata-Flavor": "Google"}, 1.0, lambda _: None)
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "body", "found"),
-    [
-        (404, {}, b"", None),
-        (200, {}, b"FALSE", None),
-        (200, {}, b"none\n", None),
-        (200, {}, b"", None),
-        (500, {}, b"TRUE", None),
-        # A redirect, for example to a login page, is not followed and must not receive the headers.
-        (302, {"Location": "/login"}, b"", None),
-        (200, {}, b"TRUE", URL),
-        (200, {}, b'{"action": "terminate", "time": "2026-01-31T08:22:00Z"}', URL),
-    ],
-)
+@pytest.mark.parametrize(("status", "headers", "body", "found"), [
+    (404, {}, b"", None),
+    (200, {}, b"FALSE", None),
+    (200, {}, b"none\n", None),
+    (200, {}, b"", None),
+    (500, {}, b"TRUE", None),
+    # A redirect, for example to a login page, is not followed and must not receive the headers.
+    (302, {"Location": "/login"}, b"", None),
+    (200, {}, b"TRUE", URL),
+    (200, {}, b'{"action": "terminate", "time": "2026-01-31T08:22:00Z"}', URL),
+])  # fmt: skip
 def test_answers_of_an_address(
     caplog: pytest.LogCaptureFixture, status: int, headers: dict[str, str], body: bytes, found: int | None
 ) -> None:
@@ -327,10 +321,7 @@ def test_a_save_that_is_under_way_is_finished_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preemption", "said"),
-    [
-        ({"save": False}, "nothing is saved (save=False)."),
-        ({}, "step 3 was not saved: no space left"),
-    ],
+    [({"save": False}, "nothing is saved (save=False)."), ({}, "step 3 was not saved: no space left")],
 )
 def test_a_state_that_is_not_saved_names_the_last_good_checkpoint(
     tmp_path: Path,
@@ -383,8 +374,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("variables", "job"),
-    [({}, "4711"), ({"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}, "4700_11")],
+    ("variables", "job"), [({}, "4711"), ({"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}, "4700_11")]
 )
 def test_the_job_is_requeued_once_after_the_save(
     slurm: Path,
@@ -439,27 +429,24 @@ def test_impossible_options_are_named_all_at_once() -> None:
         assert name in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"signals": None}, "signals=None"),
-        ({"signals": "SIGTERM"}, "signals='SIGTERM'"),
-        ({"signals": [["SIGTERM"]]}, "signals="),
-        ({"save": "no"}, "save='no' (allowed: True, or False for off)"),
-        ({"requeue": 1}, "requeue=1"),
-        ({"url": "http://metadata:port/"}, "url="),
-        ({"url": "http://metadata:99999/"}, "url="),
-        ({"url": "http://user:secret@metadata/"}, "url="),
-        ({"url": "http://a b/"}, "url="),
-        ({"url": "http://metadata/\u00fc"}, "url="),
-        ({"url": "http://..metadata/"}, "url="),
-        ({"url": "http://metadata/", "url_headers": "Google"}, "url_headers='Google'"),
-        ({"url": "http://metadata/", "url_headers": {"Metadata-Flavor": None}}, "url_headers.Metadata-Flavor"),
-        ({"url": "http://metadata/", "url_headers": {"Metadata-Flavor": "a\r\nb"}}, "url_headers.Metadata-Flavor"),
-        ({"url": "http://metadata/", "url_headers": {"Metadata Flavor": "Google"}}, "url_headers.Metadata Flavor"),
-        ({"url_headers": {"Metadata-Flavor": "Google"}}, "url_headers without url"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"signals": None}, "signals=None"),
+    ({"signals": "SIGTERM"}, "signals='SIGTERM'"),
+    ({"signals": [["SIGTERM"]]}, "signals="),
+    ({"save": "no"}, "save='no' (allowed: True, or False for off)"),
+    ({"requeue": 1}, "requeue=1"),
+    ({"url": "http://metadata:port/"}, "url="),
+    ({"url": "http://metadata:99999/"}, "url="),
+    ({"url": "http://user:secret@metadata/"}, "url="),
+    ({"url": "http://a b/"}, "url="),
+    ({"url": "http://metadata/\u00fc"}, "url="),
+    ({"url": "http://..metadata/"}, "url="),
+    ({"url": "http://metadata/", "url_headers": "Google"}, "url_headers='Google'"),
+    ({"url": "http://metadata/", "url_headers": {"Metadata-Flavor": None}}, "url_headers.Metadata-Flavor"),
+    ({"url": "http://metadata/", "url_headers": {"Metadata-Flavor": "a\r\nb"}}, "url_headers.Metadata-Flavor"),
+    ({"url": "http://metadata/", "url_headers": {"Metadata Flavor": "Google"}}, "url_headers.Metadata Flavor"),
+    ({"url_headers": {"Metadata-Flavor": "Google"}}, "url_headers without url"),
+])  # fmt: skip
 def test_invalid_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="Preemption: ") as refused:
         Preemption(**options)
@@ -476,11 +463,6 @@ def test_the_trainer_of_lightning_and_a_second_callback_are_refused() -> None:
 
 
 # ---- whole commands --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def conf(tmp_path: Path) -> Path:
-    return write_faulty_project(tmp_path)
 
 
 def saved_steps() -> list[int]:

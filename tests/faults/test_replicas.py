@@ -34,15 +34,12 @@ def undisturbed(conf: Path) -> Survived:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("layout", "faults"),
-    [
-        ("ddp", ["kill(rank=0, at_step=5)", "kill(rank=2, at_step=15)"]),
-        ("shard", ["kill(rank=1, at_step=10)"]),
-        ("pipeline", ["kill(rank=3, at_step=10)"]),
-        ("ddp", ["partition(ranks=[1], at_step=5)", 'raise_in("on_before_optimizer_step", rank=2, at_step=15)']),
-    ],
-)
+@pytest.mark.parametrize(("layout", "faults"), [
+    ("ddp", ["kill(rank=0, at_step=5)", "kill(rank=2, at_step=15)"]),
+    ("shard", ["kill(rank=1, at_step=10)"]),
+    ("pipeline", ["kill(rank=3, at_step=10)"]),
+    ("ddp", ["partition(ranks=[1], at_step=5)", 'raise_in("on_before_optimizer_step", rank=2, at_step=15)']),
+])  # fmt: skip
 def test_survivors_train_like_an_undisturbed_run(conf, undisturbed, tmp_path, layout, faults):
     run = Survived(conf, tmp_path / "run", *LAYOUTS[layout], *RESILIENT, f"+inject=[{', '.join(faults)}]")
     assert run.log.count("resuming from step") >= len(faults), run.log

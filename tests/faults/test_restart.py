@@ -176,30 +176,14 @@ def test_a_failure_before_the_first_step_is_not_restarted(conf: Path) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (
-            ("launch.max_restarts=-1",),
-            "launch.max_restarts=-1: must be a whole number of at least 0",
-        ),
-        (
-            ("launch.max_restarts=3", "checkpoint=none"),
-            "every restart would start from scratch; type checkpoint=last",
-        ),
-        (("launch.min_devices=1",), "launch.min_devices=1 with launch.max_restarts=0: .* type launch=resilient"),
-        (("launch=resilient", "launch.min_devices=2"), "launch.min_devices=2 with devices=2: .* launch.min_devices=1"),
-        (
-            ("launch=resilient", "launch.same_failure_limit=0"),
-            "launch.same_failure_limit=0: must be a whole number",
-        ),
-        (
-            ("launch=resilient", "launch.min_devices=1", *PIPELINE),
-            "not possible with 1 to 1 devices .*type -1 for an axis",
-        ),
-    ],
-    ids=["negative", "no checkpoint", "no restarts", "not fewer", "limit", "layout"],
-)
+@pytest.mark.parametrize(("words", "problem"), [
+    (("launch.max_restarts=-1",), "launch.max_restarts=-1: must be a whole number of at least 0"),
+    (("launch.max_restarts=3", "checkpoint=none"), "every restart would start from scratch; type checkpoint=last"),
+    (("launch.min_devices=1",), "launch.min_devices=1 with launch.max_restarts=0: .* type launch=resilient"),
+    (("launch=resilient", "launch.min_devices=2"), "launch.min_devices=2 with devices=2: .* launch.min_devices=1"),
+    (("launch=resilient", "launch.same_failure_limit=0"), "launch.same_failure_limit=0: must be a whole number"),
+    (("launch=resilient", "launch.min_devices=1", *PIPELINE), "not possible with 1 to 1 devices .*type -1 for an axis"),
+], ids=["negative", "no checkpoint", "no restarts", "not fewer", "limit", "layout"])  # fmt: skip
 def test_what_cannot_work_is_refused(conf: Path, words: tuple[str, ...], problem: str) -> None:
     given = ["recipe=tiny", f"run_dir={conf.parent / 'refused'}", "strategy=ddp", "devices=2", *words]
     with pytest.raises(ConfigError, match=problem):

@@ -135,25 +135,22 @@ def test_job_names(conf: Path) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be at most 50 lower-case letters"),
-        (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
-        (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
-        (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
-        (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
-        (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be a finite number of at least 1"),
-        (["launch.runtime_kind=Runtime"], "launch.runtime_kind=Runtime: unknown"),
-        (["run_dir=/elsewhere/run"], "is not below launch.mount=/workspace"),
-        (["run_dir=../run"], "is not below launch.mount=/workspace"),
-        (["launch.mount=here"], "launch.mount=here: must be a path from the root"),
-        (["launch.volumes={data:data}"], "launch.volumes.data=data: must be a path from the root"),
-        (["launch.env={PET_NNODES:3}"], "launch.env.PET_NNODES: is set by the launcher of the pods"),
-        (["launch.secret_env={KEY:secret}"], "launch.secret_env.KEY=secret: must be secret/key"),
-        (["launch.on_interrupt=stop"], "launch.on_interrupt=stop: unknown"),
-    ],
-)
+@pytest.mark.parametrize(("more", "said"), [
+    (["launch.job_name=Run_1"], "launch.job_name=Run_1: must be at most 50 lower-case letters"),
+    (["launch.memory=64GB"], "launch.memory=64GB: must be a quantity"),
+    (["launch.gpus=1"], "devices=2 with launch.gpus=1: each rank of a pod needs one"),
+    (["launch.gpus=2", "accelerator=cpu"], "launch.gpus=2 with accelerator=cpu"),
+    (["launch.gpus=0", "accelerator=gpu"], "accelerator=gpu with launch.gpus=0"),
+    (["launch.start_timeout=0"], "launch.start_timeout=0.0: must be a finite number of at least 1"),
+    (["launch.runtime_kind=Runtime"], "launch.runtime_kind=Runtime: unknown"),
+    (["run_dir=/elsewhere/run"], "is not below launch.mount=/workspace"),
+    (["run_dir=../run"], "is not below launch.mount=/workspace"),
+    (["launch.mount=here"], "launch.mount=here: must be a path from the root"),
+    (["launch.volumes={data:data}"], "launch.volumes.data=data: must be a path from the root"),
+    (["launch.env={PET_NNODES:3}"], "launch.env.PET_NNODES: is set by the launcher of the pods"),
+    (["launch.secret_env={KEY:secret}"], "launch.secret_env.KEY=secret: must be secret/key"),
+    (["launch.on_interrupt=stop"], "launch.on_interrupt=stop: unknown"),
+])  # fmt: skip
 def test_refused_options(conf: Path, more: list[str], said: str) -> None:
     cfg = configured(conf, *more)
     assert said in "\n".join([*bound_problems(cfg).values(), *problems(cfg, "fit")])
@@ -498,14 +495,11 @@ def test_failed_deletion(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (404, "the cluster knows no trainer.kubeflow.org/v1alpha1 trainjobs"),
-        (409, "the name is taken"),
-        (422, "the cluster refuses it (422 Unprocessable Entity): spec.x is wrong"),
-    ],
-)
+@pytest.mark.parametrize(("status", "said"), [
+    (404, "the cluster knows no trainer.kubeflow.org/v1alpha1 trainjobs"),
+    (409, "the name is taken"),
+    (422, "the cluster refuses it (422 Unprocessable Entity): spec.x is wrong"),
+])  # fmt: skip
 def test_refused_job(conf: Path, cluster: FakeCluster, status: int, said: str) -> None:
     cluster.refuse = (status, "spec.x is wrong")
     with pytest.raises(ConfigError) as refused:

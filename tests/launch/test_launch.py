@@ -6,10 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.command.project import command, environment
-from tests.faults.commands import session_of
 from tests.warm import WarmPopen, warm_run
 from trainwright.core.errors import CheckpointError
 from trainwright.core.failures.error_text import stands_alone
@@ -176,13 +174,10 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("raise", "rank 1 of 2 failed with ValueError: boom; the others were ended"),
-        ("kill", "rank 1 of 2 was ended by SIGKILL (from outside"),
-    ],
-)
+@pytest.mark.parametrize(("how", "told"), [
+    ("raise", "rank 1 of 2 failed with ValueError: boom; the others were ended"),
+    ("kill", "rank 1 of 2 was ended by SIGKILL (from outside"),
+])  # fmt: skip
 def test_script_prints_one_error(how: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     done = warm_run([sys.executable, "mine.py", how], capture_output=True, env=environment(), timeout=120, cwd=tmp_path)
@@ -329,8 +324,6 @@ def test_outcomes_of_two_ranks(conf: Path) -> None:
         "        print('END', name, type(error).__name__, error, flush=True)\n"
         "go('good')\n"
         "go('raise', 'module.fail_rank=1')\n"
-        "go('kill', 'module.fail_rank=1', 'module.how=kill')\n"
-        "go('exit', 'module.fail_rank=0', 'module.how=exit')\n"
         "go('predict', 'ckpt_path=good/checkpoints/step=4', verb='predict')\n"
     )
     started = time.monotonic()
@@ -342,8 +335,6 @@ def test_outcomes_of_two_ranks(conf: Path) -> None:
     assert 'raise ValueError(f"boom in rank {self.global_rank}")' in ends["raise"]
     assert "Traceback" not in done.stdout + done.stderr
     assert "rank 1 is about to fail" in Path("raise/logs/rank_1.log").read_text()
-    assert "RankError rank 1 of 2 was ended by SIGKILL" in ends["kill"]
-    assert "RankError rank 0 of 2 called sys.exit(7); the others were ended" in ends["exit"]
     assert "predict {}" in ends["predict"]
     before_the_first_failure = done.stdout.split("END raise")[0]
     assert "first step of rank 0" in before_the_first_failure
@@ -352,60 +343,6 @@ def test_outcomes_of_two_ranks(conf: Path) -> None:
     assert OmegaConf.load("good/config.yaml").devices == 2  # type: ignore[union-attr]
     assert time.monotonic() - started < 100
     assert "resource_tracker" not in done.stderr
-
-
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Folder for temporary files with a path of ordinary length."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield Path(folder)
-
-
-def _start(conf: Path) -> subprocess.Popen[str]:
-    """Start two training ranks in a process group of their own."""
-    words = ("fit", "--config-dir", str(conf), *WORDS, "module.sleep=0.1", "max_steps=100000", "max_epochs=100000")
-    process = WarmPopen(
-        command(*words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "first step of rank 0" in line:
-            return process
-    raise AssertionError(f"ended with {process.wait()}")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("number", "to_group", "exit_code"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
-    ids=["ctrl-c", "sigterm", "sigkill"],
-)
-def test_processes_end_with_the_launching_process(
-    conf: Path, temporary: Path, number: signal.Signals, to_group: bool, exit_code: int
-) -> None:
-    process = _start(conf)
-    assert len(session_of(process.pid)) >= 4  # the launching process, the fork server, two ranks
-    started = time.monotonic()
-    (os.killpg if to_group else os.kill)(process.pid, number)
-    assert process.wait(timeout=20) == exit_code
-    while session_of(process.pid) and time.monotonic() - started < 20:
-        time.sleep(0.05)
-    assert session_of(process.pid) == {}
-    assert time.monotonic() - started < 15
-    assert process.stdout is not None
-    output = process.stdout.read()
-    process.stdout.close()
-    assert "Traceback" not in output
-    if number != signal.SIGKILL:
-        assert f"ended by {number.name}" in output
-        # torch keeps a cache of its own there.
-        assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
 @pytest.mark.thorough

@@ -64,6 +64,12 @@ class Job:
                 return found
         return None
 
+    def find(self, seconds: float, step: float = LOOK) -> DiagnosedHang:
+        """Check repeatedly for `seconds`; something must be found."""
+        found = self.look(seconds, step)
+        assert found is not None
+        return found
+
     def stop(self, *ranks: int) -> None:
         for rank in ranks:
             self.ranks[rank].send_signal(signal.SIGSTOP)
@@ -118,8 +124,7 @@ def test_stopped_rank_is_detected_early(limits: HangLimits, job: Any) -> None:
     ranks = job(3, limits)
     ranks.stop(1)
     assert ranks.look(1.0) is None  # it may be the first of all
-    found = ranks.look(1.0)
-    assert found is not None
+    found = ranks.find(1.0)
     assert found.rank == 1
     assert found.report.startswith("Hang: rank 1 is in phase forward, stopped by a signal (SIGSTOP)")
     assert found.path is not None
@@ -130,9 +135,7 @@ def test_detection_is_independent_of_the_interval(job: Any) -> None:
     ranks = job(2)
     ranks.stop(0)
     assert ranks.look(1.0, step=0.1) is None
-    found = ranks.look(1.0, step=0.1)
-    assert found is not None
-    assert found.rank == 0
+    assert ranks.find(1.0, step=0.1).rank == 0
 
 
 def test_two_stopped_ranks(job: Any) -> None:
@@ -140,11 +143,10 @@ def test_two_stopped_ranks(job: Any) -> None:
     ranks.stop(1, 2)
     found = []
     for _ in range(2):
-        found.append(ranks.look(2.0))
-        assert found[-1] is not None
-        ranks.ranks[found[-1].rank].kill()
-        ranks.ranks[found[-1].rank].wait()
-    assert {each.rank for each in found} == {1, 2}
+        found.append(ranks.find(2.0).rank)
+        ranks.ranks[found[-1]].kill()
+        ranks.ranks[found[-1]].wait()
+    assert set(found) == {1, 2}
     assert ranks.look(60.0) is None
 
 
@@ -152,9 +154,7 @@ def test_single_stopped_rank_has_its_limit(job: Any) -> None:
     ranks = job(1, HangLimits(fixed=20.0))
     ranks.stop(0)
     assert ranks.look(15.0) is None
-    found = ranks.look(10.0)
-    assert found is not None
-    assert "stopped by a signal (SIGSTOP)" in found.report
+    assert "stopped by a signal (SIGSTOP)" in ranks.find(10.0).report
 
 
 def test_suspended_job(job: Any) -> None:
