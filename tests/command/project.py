@@ -9,8 +9,6 @@ from typing import Any
 from tests.warm import warm_run
 
 MODULE = """
-import os
-import sys
 import time
 
 import lightning.pytorch as pl
@@ -19,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class MyModule(pl.LightningModule):
-    def __init__(self, hidden=8, fail_rank=-1, how="raise", sleep=0.0):
+    def __init__(self, hidden=8, fail_rank=-1, sleep=0.0):
         super().__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1))
@@ -28,18 +26,12 @@ class MyModule(pl.LightningModule):
         if batch_idx == 0:
             print("first step of rank", self.global_rank, flush=True)
         if batch_idx == 1 and self.global_rank == self.hparams.fail_rank:
-            {"raise": self._raise, "kill": self._kill, "exit": lambda: sys.exit(7)}[self.hparams.how]()
+            print("rank", self.global_rank, "is about to fail", flush=True)
+            raise ValueError(f"boom in rank {self.global_rank}")
         time.sleep(self.hparams.sleep)
         loss = self.net(batch[0]).pow(2).mean()
         self.log("loss", loss)
         return loss
-
-    def _raise(self):
-        print("rank", self.global_rank, "is about to fail", flush=True)
-        raise ValueError(f"boom in rank {self.global_rank}")
-
-    def _kill(self):
-        os.kill(os.getpid(), 9)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).pow(2).mean())
@@ -69,11 +61,7 @@ class MyData(pl.LightningDataModule):
     def val_dataloader(self):
         return self._loader(10)
 
-    def test_dataloader(self):
-        return self._loader(10)
-
-    def predict_dataloader(self):
-        return self._loader(10)
+    test_dataloader = predict_dataloader = val_dataloader
 """
 
 RECIPE = """# @package _global_
@@ -85,7 +73,6 @@ module:
   _target_: my_module.MyModule
   hidden: 8
   fail_rank: -1
-  how: raise
   sleep: 0.0
 data:
   _target_: my_module.MyData

@@ -189,13 +189,10 @@ def test_sweep_manifests(conf: Path, capsys: pytest.CaptureFixture[str]) -> None
 # ---- pods ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_place_of_a_pod(rank: int) -> None:
-    variables = {"PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": str(rank)}
-    assert place_of(variables) == PodPlace("a-node-0-0.a", 29500, is_first=rank == 0)
-
-
-def test_not_a_pod() -> None:
+def test_place_of_a_pod() -> None:
+    for rank in (0, 1):
+        variables = {"PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": str(rank)}
+        assert place_of(variables) == PodPlace("a-node-0-0.a", 29500, is_first=rank == 0)
     with pytest.raises(ValueError, match="PET_MASTER_ADDR is not set: this program runs in the pods of"):
         place_of({})
 
@@ -240,14 +237,9 @@ def test_two_pods_train(conf: Path, tmp_path: Path) -> None:
     volume.mkdir()
     folder = str(Path("runs/mine").absolute())
     code = f"from trainwright.launch.engines.kubernetes.node import main; raise SystemExit(main(['fit'], {folder!r}))"
-    own = {
-        "TRAINWRIGHT_JOB": "a",
-        "TRAINWRIGHT_RUN_TOKEN": "a secret",
-        "TRAINWRIGHT_WORKDIR": str(volume),
-        "PET_MASTER_ADDR": "127.0.0.2",
-        "PET_MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))),
-    }
+    own = {"TRAINWRIGHT_JOB": "a", "TRAINWRIGHT_RUN_TOKEN": "a secret", "TRAINWRIGHT_WORKDIR": str(volume)}
+    own |= {"PET_MASTER_ADDR": "127.0.0.2", "PET_MASTER_PORT": str(port)}
+    own |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
     pods = [
         WarmPopen(
             [sys.executable, "-c", code],
@@ -276,8 +268,7 @@ def test_two_pods_train(conf: Path, tmp_path: Path) -> None:
 class FakeCluster:
     """The endpoints of an API server that a submitted job needs."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.objects: list[dict[str, Any]] = []
         self.asked: list[str] = []
         self.deleted: dict[str, str] | None = None
@@ -295,16 +286,14 @@ class FakeCluster:
     @property
     def kubeconfig(self) -> str:
         address = f"http://127.0.0.1:{self.server.server_port}"
-        return yaml.safe_dump(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "clusters": [{"name": "fake", "cluster": {"server": address}}],
-                "users": [{"name": "me", "user": {}}],
-                "contexts": [{"name": "here", "context": {"cluster": "fake", "user": "me", "namespace": "team"}}],
-                "current-context": "here",
-            }
-        )
+        return f"""
+            apiVersion: v1
+            kind: Config
+            clusters: [{{name: fake, cluster: {{server: "{address}"}}}}]
+            users: [{{name: me, user: {{}}}}]
+            contexts: [{{name: here, context: {{cluster: fake, user: me, namespace: team}}}}]
+            current-context: here
+        """
 
     def add_pod(self, name: str, *lines: str, exit_code: int = 0) -> None:
         state = {"terminated": {"exitCode": exit_code}}
@@ -332,16 +321,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _body(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        return found
+    def _refuse(self, status: int, message: str) -> None:
+        self._answer(status, {"kind": "Status", "message": message})
 
     def do_POST(self) -> None:
-        body = self._body()
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
         self.cluster.asked.append(self.path)
         if self.cluster.refuse is not None:
-            status, message = self.cluster.refuse
-            return self._answer(status, {"kind": "Status", "message": message})
+            return self._refuse(*self.cluster.refuse)
         self.cluster.objects.append(body)
         return self._answer(201, body | {"metadata": body["metadata"] | {"uid": "1-2-3"}})
 
@@ -349,7 +336,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.cluster.asked.append(self.path)
         if self.cluster.silent:
             self.cluster.silent -= 1
-            return self._answer(503, {"kind": "Status", "message": "being updated"})
+            return self._refuse(503, "being updated")
         if "/log" in self.path:
             pod = self.path.split("/pods/")[1].split("/")[0]
             return self._answer(200, "".join(f"{line}\n" for line in self.cluster.logs[pod]).encode())
@@ -360,15 +347,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         if self.cluster.refuse is not None:
-            status, message = self.cluster.refuse
-            return self._answer(status, {"kind": "Status", "message": message})
+            return self._refuse(*self.cluster.refuse)
         self.cluster.deleted = {"path": self.path}
         return self._answer(200, {})
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    found = FakeCluster("trainjob")
+    found = FakeCluster()
     path = tmp_path / "kubeconfig"
     path.write_text(found.kubeconfig)
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
@@ -390,14 +376,8 @@ def test_submitted_job(conf: Path, cluster: FakeCluster, capsys: pytest.CaptureF
     job, config_map = cluster.objects
     assert job["kind"] == "TrainJob"
     assert cluster.asked[0].startswith("/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs")
-    assert config_map["metadata"]["ownerReferences"] == [
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "name": job["metadata"]["name"],
-            "uid": "1-2-3",
-        }
-    ]
+    owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "uid": "1-2-3"}
+    assert config_map["metadata"]["ownerReferences"] == [{**owner, "name": job["metadata"]["name"]}]
     said = capsys.readouterr().out.splitlines()
     assert {"[mine-node-0-0] hello", "[rank 0] step 1", "[rank 1] step 1"} <= set(said)
     assert not any("metrics" in line for line in said)
