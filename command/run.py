@@ -1,9 +1,10 @@
 """Runs, from a composed configuration to the end."""
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -306,9 +307,9 @@ def run_in_process(
         if on_exception is not None:
             on_exception(error)
 
-    stop = _watch(cfg.launch.grace_seconds)
     try:
-        return run_verb(cfg, verb, on_exception=see)
+        with _watched(cfg.launch.grace_seconds):
+            return run_verb(cfg, verb, on_exception=see)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT) from None
     except Preempted as ended:
@@ -318,20 +319,19 @@ def run_in_process(
         if any(isinstance(error, KeyboardInterrupt) for error in seen):
             raise Interrupted(signal.SIGINT) from None
         raise
-    finally:
-        stop()
 
 
-def _watch(grace_seconds: float) -> Callable[[], None]:
-    """Watch this process for signals; return the function that stops it."""
+@contextlib.contextmanager
+def _watched(grace_seconds: float) -> Iterator[None]:
+    """Watch this process for signals."""
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
-        return lambda: None
+        yield
+        return
     previous = signal.getsignal(signal.SIGINT)
     watch = ShutdownWatch(grace_seconds)
     watch.start()
-
-    def stop() -> None:
+    try:
+        yield
+    finally:
         watch.stop()
         signal.signal(signal.SIGINT, previous)  # Lightning ignores SIGINT after the first Ctrl-C
-
-    return stop

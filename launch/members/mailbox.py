@@ -6,8 +6,8 @@ to leave. Reading it takes a microsecond, so members do at every step.
 
 import json
 import mmap
-import struct
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +21,6 @@ from trainwright.core.text.plain import rebuilt
 # Step that means: leave at once.
 NOW = 0
 _BOARD = "board"
-_CALL = struct.Struct("qq")  # generation, step
-_NUMBER = struct.Struct("q")
 _POLL_SECONDS = 0.01
 
 
@@ -81,20 +79,19 @@ class Board:
     def __init__(self, folder: Path, create: bool = False) -> None:
         path = folder / _BOARD
         if create:
-            path.write_bytes(_CALL.pack(-1, 0))
+            path.write_bytes(array("q", [-1, 0]))
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _CALL.size)
+            self._call = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # generation and step
 
     def call(self, generation: int, step: int) -> None:
         """Call the members of ``generation`` to leave after ``step`` steps; :data:`NOW` = at once."""
         # The step first: a reader that sees the generation must see its step.
-        self._memory[8:16] = _NUMBER.pack(step)
-        self._memory[0:8] = _NUMBER.pack(generation)
+        self._call[1] = step
+        self._call[0] = generation
 
     def called(self, generation: int) -> int | None:
         """Return the step after which the members of ``generation`` must leave; None = there is no call."""
-        of, step = _CALL.unpack_from(self._memory)
-        return step if of == generation else None
+        return self._call[1] if self._call[0] == generation else None
 
 
 class Mailbox:

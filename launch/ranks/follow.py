@@ -48,16 +48,15 @@ class Follower:
     def __init__(self) -> None:
         self._files: list[_TailedFile] = []
 
-    def add(self, path: Path, name: str, from_end: bool = False, at: int = 0) -> None:
+    def add(self, path: Path, name: str, at: int = 0) -> None:
         """Follow a file, which may be created later.
 
         Args:
             path: of the file.
             name: prefix of its lines.
-            from_end: skip its present contents.
-            at: bytes to skip otherwise.
+            at: bytes to skip.
         """
-        self._files.append(_TailedFile(path, name, path.stat().st_size if from_end and path.is_file() else at))
+        self._files.append(_TailedFile(path, name, at))
 
     def add_ranks(self, run_dir: Path, ranks: range, title: str = "") -> None:
         """Follow the logs of ranks, `logs/rank_<n>.log`, without the output of earlier runs in the directory.
@@ -75,7 +74,8 @@ class Follower:
             where = log_file(run_dir, 0).parent
             self._print([f"{title}the logs of {len(followed)} of {len(ranks)} ranks are shown; all are in {where}"])
         for rank in (ranks[place] for place in followed):
-            self.add(log_file(run_dir, rank), f"[{title}rank {rank}]", from_end=True)
+            log = log_file(run_dir, rank)
+            self.add(log, f"[{title}rank {rank}]", log.stat().st_size if log.is_file() else 0)
 
     def poll(self) -> None:
         """Print new lines."""

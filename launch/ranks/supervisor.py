@@ -149,7 +149,8 @@ class Supervisor:
         end = None if timeout is None else time.monotonic() + timeout
         while self._processes:
             rest = None if end is None else max(0.0, end - time.monotonic())
-            ended = self._wait_any(self.living, self._pause(rest))
+            pauses = [rest, None if self._monitor is None else _MONITOR_INTERVAL]
+            ended = self._wait_any(self.living, min((each for each in pauses if each is not None), default=None))
             if ended or rest == 0.0:
                 return ended
             hang = None if self._monitor is None else self._monitor.check()
@@ -157,12 +158,6 @@ class Supervisor:
                 self._hangs[hang.rank] = hang
                 self._send(hang.rank, signal.SIGKILL)
         return []
-
-    def _pause(self, rest: float | None) -> float | None:
-        """Return the seconds of the next wait, with `rest` seconds left."""
-        if self._monitor is None:
-            return rest
-        return _MONITOR_INTERVAL if rest is None else min(rest, _MONITOR_INTERVAL)
 
     def _wait_for(self, ranks: tuple[int, ...], seconds: float) -> list[RankExit]:
         """Wait at most `seconds` until all of these have exited."""

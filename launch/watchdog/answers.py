@@ -162,9 +162,9 @@ def stacks_file(folder: Path, box: int) -> Path:
     return folder / f"stacks_{box}.txt"
 
 
-def stacks_text(folder: Path, box: int) -> str:
-    """Return all stacks that a rank's interpreter has written; ``""`` = none."""
+def stacks_text(folder: Path, box: int, begin: int = 0, end: int | None = None) -> str:
+    """Return the stacks of a rank and its children between two offsets of their file; ``""`` = none."""
     try:
-        return stacks_file(folder, box).read_text(encoding="utf-8", errors="replace")
+        return stacks_file(folder, box).read_bytes()[begin:end].decode("utf-8", "replace")
     except FileNotFoundError:
         return ""

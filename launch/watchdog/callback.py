@@ -59,7 +59,7 @@ class Watchdog(Callback):
         )
         self._box: ProgressBox | None = None
         self._answerer: Answerer | None = None
-        self._end_listening: Callable[[], None] = _nothing
+        self._end_listening: Callable[[], None] = lambda: None
         self._guardian: Any = None
         if self.limits is not None:
             record_calls()
@@ -140,7 +140,7 @@ class Watchdog(Callback):
 
     def _stop(self) -> None:
         self._end_listening()
-        self._end_listening = _nothing
+        self._end_listening = lambda: None
         if self._answerer is not None:
             self._answerer.stop()
         if self._box is not None:
@@ -175,7 +175,3 @@ class _HookProgress(Callback):
 
 # A process is watched for one run at a time.
 _active: Watchdog | None = None
-
-
-def _nothing() -> None:
-    pass

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.core.processes.process import kill_with_workers
 from trainwright.core.processes.scratch import scratch
 from trainwright.launch.watchdog.boxes import HangLimits
-from trainwright.launch.watchdog.monitor import VARIABLE, DiagnosedHang, HangMonitor
+from trainwright.launch.watchdog.monitor import VARIABLE, HangMonitor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,16 +43,12 @@ def main() -> None:
     while os.getppid() == parent and not select.select([sys.stdin], [], [], _INTERVAL)[0]:
         hang = monitor.check()
         if hang is not None:
-            _end(hang, monitor)
+            print(f"\n{hang.report}\n\nEnding rank {hang.rank} (SIGKILL).", file=sys.stderr, flush=True)
+            kill_with_workers(monitor.process_of(hang.rank))
     explanation = monitor.explain()
     if explanation is not None:
         print(f"trainwright: {explanation}", file=sys.stderr, flush=True)
     monitor.close()
-
-
-def _end(hang: DiagnosedHang, monitor: HangMonitor) -> None:
-    print(f"\n{hang.report}\n\nEnding rank {hang.rank} (SIGKILL).", file=sys.stderr, flush=True)
-    kill_with_workers(monitor.process_of(hang.rank))
 
 
 class Guardian:

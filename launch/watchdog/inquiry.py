@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainwright.core.processes.process import STOPPED, catches, children_of, name_of, state_of
 from trainwright.core.run import phases
-from trainwright.launch.watchdog.answers import SIGNAL, ask, read_answer, stacks_file
+from trainwright.launch.watchdog.answers import SIGNAL, ask, read_answer, stacks_file, stacks_text
 from trainwright.launch.watchdog.boxes import FIRST_DATA
 from trainwright.launch.watchdog.evidence import DATA, Child, Evidence
 
@@ -105,7 +105,4 @@ class Inquiry:
             return ""
         begin = signals[box, process]
         later = [other for (of, _), other in signals.items() if of == box and other > begin]
-        with suppress(OSError), stacks_file(self._folder, box).open("rb") as file:
-            file.seek(begin)
-            return file.read(min(later) - begin if later else -1).decode("utf-8", "replace")
-        return ""
+        return stacks_text(self._folder, box, begin, min(later, default=None))

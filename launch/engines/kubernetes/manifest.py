@@ -97,22 +97,18 @@ def _trainer(cfg: DictConfig, verb: str, name: str) -> dict[str, Any]:
 
 def _pod_patch(cfg: DictConfig, verb: str, name: str) -> dict[str, Any]:
     """Return what the job adds to the pods of its runtime."""
-    launch, annotations = cfg.launch, _plain(cfg.launch.annotations)
-    spec: dict[str, Any] = {
-        "containers": [{"name": _NODE, "volumeMounts": _mounts(cfg)}],
+    launch, volumes = cfg.launch, _volumes(cfg, name)
+    spec = {
+        "containers": [{"name": _NODE, "volumeMounts": [{"name": volume, **mount} for volume, _, mount in volumes]}],
         "terminationGracePeriodSeconds": _grace(cfg, verb),
-        "volumes": _volumes(cfg, name),
+        "volumes": [{"name": volume, **source} for volume, source, _ in volumes],
+        "nodeSelector": _plain(launch.node_selector),
+        "tolerations": [_plain(each) for each in launch.tolerations],
+        "serviceAccountName": launch.service_account,
+        "imagePullSecrets": [{"name": each} for each in launch.image_pull_secrets],
     }
-    if launch.node_selector:
-        spec["nodeSelector"] = _plain(launch.node_selector)
-    if launch.tolerations:
-        spec["tolerations"] = [_plain(each) for each in launch.tolerations]
-    if launch.service_account is not None:
-        spec["serviceAccountName"] = launch.service_account
-    if launch.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": each} for each in launch.image_pull_secrets]
-    metadata = {"labels": _labels(cfg, name), **({"annotations": annotations} if annotations else {})}
-    return {"metadata": metadata, "spec": spec}
+    metadata = {"labels": _labels(cfg, name), "annotations": _plain(launch.annotations)}
+    return {"metadata": _given(metadata), "spec": _given(spec)}
 
 
 def _metadata(cfg: DictConfig, name: str) -> dict[str, Any]:
@@ -146,38 +142,27 @@ def gpus_of(cfg: DictConfig) -> int:
 
 
 def _resources(cfg: DictConfig) -> dict[str, Any]:
-    launch, gpus = cfg.launch, gpus_of(cfg)
-    found: dict[str, Any] = {}
-    if launch.cpu is not None:
-        found["cpu"] = str(launch.cpu)
-    if launch.memory is not None:
-        found["memory"] = str(launch.memory)
-    if gpus:
-        found[launch.gpu_resource] = str(gpus)
-    return found | {key: str(value) for key, value in launch.resources.items()}
+    launch = cfg.launch
+    found = {"cpu": launch.cpu, "memory": launch.memory, launch.gpu_resource: gpus_of(cfg)}
+    return {key: str(value) for key, value in {**_given(found), **launch.resources}.items()}
 
 
-def _claims(cfg: DictConfig) -> list[tuple[str, str, str]]:
-    """Return volume name, claim and mount path of each claim."""
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without empty ones."""
+    return {key: value for key, value in values.items() if value}
+
+
+def _volumes(cfg: DictConfig, name: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Return name, source and mount of each volume."""
     more = [(f"volume-{at}", claim, path) for at, (claim, path) in enumerate(_plain(cfg.launch.volumes).items())]
-    return [("run", cfg.launch.claim, cfg.launch.mount), *more]
-
-
-def _volumes(cfg: DictConfig, name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [
-        {"name": volume, "persistentVolumeClaim": {"claimName": claim}} for volume, claim, _ in _claims(cfg)
+    found: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        (volume, {"persistentVolumeClaim": {"claimName": claim}}, {"mountPath": path})
+        for volume, claim, path in [("run", cfg.launch.claim, cfg.launch.mount), *more]
     ]
-    found.append({"name": "configuration", "configMap": {"name": name}})
+    found.append(("configuration", {"configMap": {"name": name}}, {"mountPath": CONFIG_FOLDER, "readOnly": True}))
     if cfg.launch.shm is not None:
-        found.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(cfg.launch.shm)}})
-    return found
-
-
-def _mounts(cfg: DictConfig) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{"name": volume, "mountPath": path} for volume, _, path in _claims(cfg)]
-    found.append({"name": "configuration", "mountPath": CONFIG_FOLDER, "readOnly": True})
-    if cfg.launch.shm is not None:
-        found.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108 - that of the container
+        memory = {"emptyDir": {"medium": "Memory", "sizeLimit": str(cfg.launch.shm)}}
+        found.append(("shm", memory, {"mountPath": "/dev/shm"}))  # noqa: S108 - that of the container
     return found
 
 

@@ -19,7 +19,7 @@ def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
     Args:
         cfg: the resolved configuration.
     """
-    launch = cfg.launch
+    launch, own = cfg.launch, {"signal": _signal(cfg), "requeue": cfg.preemption.requeue}
     options = {
         "job_name": str(cfg.name),
         "nodes": cfg.nodes,
@@ -37,8 +37,7 @@ def sbatch_options(cfg: DictConfig) -> dict[str, Any]:
         "srun_args": [*_srun_wait(cfg), *_container(cfg), *launch.srun] or None,
         "stderr_to_stdout": True,
         "additional_parameters": {
-            **({"signal": _signal(cfg)} if _signal(cfg) else {}),
-            **({"requeue": True} if cfg.preemption.requeue else {}),
+            **{name: value for name, value in own.items() if value},
             **{str(name): value for name, value in launch.sbatch.items()},
         },
     }

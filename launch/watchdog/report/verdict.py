@@ -26,7 +26,8 @@ _ALIKE = frozenset({"all_reduce", "all_gather", "_all_gather_base", "reduce_scat
 _MAX_COMPARED = 30
 # The user's functions that Lightning and data loaders call.
 _ENTRY = re.compile(r"\.(on_\w+|\w+_step|configure_\w+|\w+_dataloader|__getitem__|__getitems__|__iter__|__next__)$")
-_ORDER = [phase for phase in PHASES if phase not in (SETUP, phases.SAVING, *OUTSIDE_OF_STEPS)]
+# Phases that have no place in the order of a step.
+_AT_ANY_TIME = (SETUP, phases.SAVING, *OUTSIDE_OF_STEPS)
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _ranks_ahead(ranks: Sequence[Evidence], among: dict[int, Call]) -> list[int]
 
 def _place_in_run(one: Evidence) -> tuple[int, int, int]:
     phase = one.progress.phase
-    order = _ORDER.index(phase) if phase in _ORDER else len(_ORDER)
+    order = len(PHASES) if phase in _AT_ANY_TIME else PHASES.index(phase)
     return one.progress.step, one.progress.micro_batches, order
 
 
