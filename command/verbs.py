@@ -125,13 +125,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
 def _layout(arguments: argparse.Namespace) -> int:
     """Print what each rank would hold; no process is started."""
     composition, problems = _compose_only(arguments, "it shows one layout at a time")
-    planned = None
-    if composition.cfg is not None and composition.guessed:
-        planned, found = plan(composition.cfg, "fit")
-        problems += found
-    if problems or planned is None:
-        raise ConfigError(problems)
-    cfg = resolved(planned)
+    cfg = resolved(_checked(composition, "fit", problems))
     layout = closed_layout(cfg, Surroundings())
     if layout is None:
         target = cfg.strategy.get("_target_")
@@ -147,32 +141,42 @@ def _layout(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     """Rank all layouts by predicted step time; no process is started."""
     composition, problems = _compose_only(arguments, "it compares all layouts anyway; type one value per key")
-    if problems or composition.cfg is None:
-        raise ConfigError(problems)
+    if problems or composition.problems or composition.cfg is None:
+        raise ConfigError([*problems, *composition.problems])
     from trainwright.planning.report.command import run_plan
 
     return OK if run_plan(composition.cfg, as_json=arguments.json, html=arguments.html) else FAILED
 
 
 def _compose_only(arguments: argparse.Namespace, why_one: str) -> tuple[Composition, list[str]]:
-    """Compose for a verb that starts no ranks; return the composition and all problems."""
+    """Compose for a verb that starts no ranks; return the composition and the problems of the command."""
     launcher, problems, verb = detect_launcher(), list[str](), arguments.verb
     if launcher is not None:
         problems.append(f"{launcher.name}: {verb} starts no ranks; type trainwright {verb} ... without the launcher")
     if arguments.multirun:
         problems.append(f"--multirun with {verb}: {why_one}")
-    composition = compose_checked(arguments.overrides, arguments.config_dir)
-    return composition, problems + composition.problems
+    return compose_checked(arguments.overrides, arguments.config_dir), problems
+
+
+def _checked(
+    composition: Composition, verb: str, problems: Sequence[str] = (), launcher: Launcher | None = None
+) -> DictConfig:
+    """Return the configuration with everything decided; raise `problems` and all others together."""
+    found, planned = [*problems, *composition.problems], None
+    if composition.cfg is not None and composition.guessed:
+        planned, more = plan(composition.cfg, verb, launcher)
+        found += more
+    if found or planned is None:
+        raise ConfigError(found)
+    return planned
 
 
 def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launcher: Launcher | None) -> DictConfig:
     """Compose, check everything, create the run directory; raise all problems together."""
     composition = compose_checked(overrides, config_dir)
-    problems = list(composition.problems)
-    if composition.cfg is not None and composition.problems and composition.guessed:
-        problems += plan(composition.cfg, verb, launcher)[1]
-    if problems or composition.cfg is None:
-        raise ConfigError(problems)
+    if composition.problems:
+        _checked(composition, verb, launcher=launcher)  # raises them, with those of the checks
+    assert composition.cfg is not None
     prepared = prepare(composition.cfg, verb, launcher, words=command_words(verb, overrides, config_dir))
     report_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
     return prepared
@@ -198,11 +202,7 @@ def _print_config(arguments: argparse.Namespace) -> int:
     elif verb in (LAYOUT, PLAN):
         verb = "fit"
     composition = compose_checked(overrides, arguments.config_dir)
-    if problems or composition.problems or composition.cfg is None:
-        raise ConfigError([*problems, *composition.problems])
-    cfg, problems = plan(composition.cfg, verb)
-    if problems:
-        raise ConfigError(problems)
+    cfg = _checked(composition, verb, problems)
     report_import(composition.import_report, sys.stderr)
     print(OmegaConf.to_yaml(masked(OmegaConf.to_container(settled(cfg)))), end="")
     return OK
