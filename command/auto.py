@@ -49,16 +49,17 @@ class Choice:
     """A choice of the planner.
 
     Attributes:
-        lines: for the user: the choice, the reason, and overrides that give the same.
-        words: overrides that give the same without `auto`.
         document: contents of plan.json.
         smaller: smaller micro-batches to try if the chosen one does not fit; None = the size was not auto.
     """
 
-    lines: tuple[str, ...]
-    words: tuple[str, ...]
     document: dict[str, Any]
     smaller: tuple[int, ...] | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines for the user: the choice, the reason, and overrides that give the same."""
+        return list(self.document["lines"])
 
 
 def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None) -> tuple[Choice | None, list[str]]:
@@ -309,13 +310,12 @@ def _composed(words: Sequence[str]) -> DictConfig:
 
 def _choice(document: dict[str, Any], chosen: Mapping[str, Any], words: Sequence[str], limits: Limits) -> Choice:
     ranked = document["ranked"]
-    lines = (
+    lines = [
         f"strategy=auto: {_summary(chosen)}: {_predicted(document, chosen)}.",
         f"because: {_reason(ranked, chosen, limits)}",
         f"the same by hand: {' '.join(shlex.quote(word) for word in words)}",
-    )
-    document = {**document, "chosen": dict(chosen), "explicit": list(words), "lines": list(lines), "measured": None}
-    return Choice(lines, tuple(words), document)
+    ]
+    return Choice({**document, "chosen": dict(chosen), "explicit": list(words), "lines": lines, "measured": None})
 
 
 def _summary(chosen: Mapping[str, Any]) -> str:
@@ -381,15 +381,14 @@ def _decide_micro_batch(cfg: DictConfig, surroundings: Surroundings, most: int |
     chosen = document["chosen"]
     cfg.micro_batch_size, cfg.global_batch_size = chosen["micro_batch_size"], batch
     words = [f"micro_batch_size={cfg.micro_batch_size}", f"global_batch_size={batch}"]
-    lines = (
+    lines = [
         f"micro_batch_size=auto: {chosen['micro_batch_size']} samples x {chosen['accumulation']} accumulated x "
         f"{layout.data_ranks} data-parallel rank(s): {_predicted(document, chosen)}.",
         f"because: {document['why']}",
         f"the same by hand: {' '.join(words)}",
-    )
+    ]
     smaller = tuple(document.pop("smaller"))
-    document = {**document, "explicit": words, "lines": list(lines), "measured": None}
-    return Choice(lines, tuple(words), document, smaller)
+    return Choice({**document, "explicit": words, "lines": lines, "measured": None}, smaller)
 
 
 def _largest(asked: dict[str, Any], most: int | None) -> dict[str, Any]:

@@ -128,9 +128,8 @@ def judge(size: int, records: Sequence[dict[str, int]], there: int) -> ProbeResu
 
 def with_probes(choice: Choice, tried: Sequence[ProbeResult]) -> Choice:
     """Return the choice with the results of its trials in lines and document."""
-    lines = (*choice.lines, *(each.text for each in tried))
-    document = {**choice.document, "lines": list(lines), "tried": [asdict(each) for each in tried]}
-    return replace(choice, lines=lines, document=document)
+    lines = [*choice.lines, *(each.text for each in tried)]
+    return replace(choice, document={**choice.document, "lines": lines, "tried": [asdict(each) for each in tried]})
 
 
 def refusal(tried: Sequence[ProbeResult]) -> str:

@@ -33,13 +33,11 @@ class DiagnosedHang:
         reason: in one line, equal for repetitions of the same hang.
         report: for a terminal: which rank blocks which others in what, a line per rank, and the path of the full
             report.
-        path: of the full report; ``None`` = it could not be written.
     """
 
     rank: int
     reason: str
     report: str
-    path: Path | None
 
 
 class HangMonitor:
@@ -227,7 +225,7 @@ class HangMonitor:
         process = next(one.progress.process for one in ranks if one.rank == verdict.ends)
         number = next(one.number for one in self._watched.values() if one.progress.process == process)
         self._reset()
-        return DiagnosedHang(number, verdict.reason, first_lines(report) + where, path)
+        return DiagnosedHang(number, verdict.reason, first_lines(report) + where)
 
     def _reset(self) -> None:
         self._inquiry, self._suspects, self._next_inquiry_at = None, frozenset(), 0.0

@@ -72,8 +72,8 @@ def test_bundles(conf: Path) -> None:
 
 def test_rank_variables(conf: Path) -> None:
     cfg = configured(conf, "nodes=2", "accelerator=gpu", "launch.cpus_per_rank=3")
-    places = [Place("a", "10.0.0.1", ("4",)), Place("a", "10.0.0.1", ("1",)), Place("b", "10.0.0.2", ("0",))]
-    places.append(Place("b", "10.0.0.2", ("1",)))
+    places = [Place("10.0.0.1", ("4",)), Place("10.0.0.1", ("1",)), Place("10.0.0.2", ("0",))]
+    places.append(Place("10.0.0.2", ("1",)))
     told = [rank_variables(cfg, rank, places, ("10.0.0.1", 99), 1, None) for rank in range(4)]
     named = [(each["RANK"], each["LOCAL_RANK"], each["GROUP_RANK"], each["CUDA_VISIBLE_DEVICES"]) for each in told]
     assert named == [("0", "0", "0", "4,1"), ("1", "1", "0", "4,1"), ("2", "0", "1", "0,1"), ("3", "1", "1", "0,1")]
@@ -86,7 +86,7 @@ def test_rank_variables(conf: Path) -> None:
 def test_local_cluster_uses_loopback(conf: Path) -> None:
     cfg = configured(conf, "launch.threads=2")
     assert not problems(cfg, "fit")
-    told = rank_variables(cfg, 1, [Place("a", "127.0.0.1")] * 2, ("127.0.0.1", 99), 0, "5")
+    told = rank_variables(cfg, 1, [Place("127.0.0.1")] * 2, ("127.0.0.1", 99), 0, "5")
     assert told["GLOO_SOCKET_IFNAME"] == "lo"
     assert told["OMP_NUM_THREADS"] == "2"
     assert "CUDA_VISIBLE_DEVICES" not in told
@@ -183,7 +183,7 @@ class _Actor:
     """Actor whose rank exits at once; rank 1 fails."""
 
     def __init__(self, rank: int, *_: Any) -> None:
-        self.place = _Method(lambda: Place("a", "127.0.0.1"))
+        self.place = _Method(lambda: Place("127.0.0.1"))
         self.open_store = _Method(lambda address: (address, 99))
         self.start = _Method(lambda *_: rank)
         self.wait = _Method(lambda seconds: int(rank == 1))

@@ -47,7 +47,7 @@ class RankHolder:
         import ray
 
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), tuple(map(str, gpus)))
+        return Place(ray.util.get_node_ip_address(), tuple(map(str, gpus)))
 
     def open_store(self, address: str) -> tuple[str, int]:
         """Open the ranks' store, for as long as this actor lives; return address and port.

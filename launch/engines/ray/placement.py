@@ -162,12 +162,10 @@ class Place:
     """Location of a rank's actor.
 
     Attributes:
-        node: Ray's name of the machine.
         address: of the machine, for the others.
         gpus: GPUs assigned to the actor.
     """
 
-    node: str
     address: str
     gpus: tuple[str, ...] = ()
 
