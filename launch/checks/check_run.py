@@ -61,9 +61,7 @@ def launch_problems(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     """Return problems of the launcher: it is missing, or has started another number of ranks."""
     started = surroundings.world_size
     if started is None:
-        return (
-            engines.engine_problems(cfg, surroundings.verb) if engines.uses_engine(cfg) else _local_launch_problems(cfg)
-        )
+        return engines.engine_problems(cfg) if engines.uses_engine(cfg) else _local_launch_problems(cfg)
     if cfg.devices == "auto" or not isinstance(cfg.devices, int) or started == cfg.devices * cfg.nodes:
         return []
     given = f"devices={cfg.devices} nodes={cfg.nodes} make {cfg.devices * cfg.nodes} rank(s)"

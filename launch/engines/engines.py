@@ -20,12 +20,11 @@ from trainwright.launch.recovery.check_recovery import RESTART
 class Engine(Protocol):
     """Interface of an engine's module."""
 
-    def problems(self, cfg: DictConfig, verb: str) -> list[str]:
+    def problems(self, cfg: DictConfig) -> list[str]:
         """Return the problems of the engine's options, with what to type instead.
 
         Args:
             cfg: resolved, with `run_dir` decided.
-            verb: fit, validate, test or predict.
         """
 
     def launch(self, cfg: DictConfig, verb: str) -> dict[str, float] | None:
@@ -99,12 +98,11 @@ def starts_together(cfgs: Sequence[DictConfig]) -> Callable[..., list[Any]] | No
     return found
 
 
-def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
+def engine_problems(cfg: DictConfig) -> list[str]:
     """Return the problems of a configuration that uses an engine.
 
     Args:
         cfg: resolved, with `run_dir` decided.
-        verb: fit, validate, test or predict.
     """
     problems = list(_common_problems(cfg))
     missing = [name for name in _ENGINES[cfg.launch.kind].packages if importlib.util.find_spec(name) is None]
@@ -112,7 +110,7 @@ def engine_problems(cfg: DictConfig, verb: str) -> list[str]:
         kind, extra = cfg.launch.kind, _ENGINES[cfg.launch.kind].extra
         missed = f"launch={kind} needs {' and '.join(missing)}, which is not installed"
         return [*problems, f"{missed}; type pip install 'trainwright[{extra}]'"]
-    return problems + engine_of(cfg).problems(cfg, verb)
+    return problems + engine_of(cfg).problems(cfg)
 
 
 def variable_problems(cfg: DictConfig) -> list[str]:

@@ -174,7 +174,7 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
     path = str(cfg.ckpt_path)
     if path.startswith(("http://", "https://")):
         if path.lower().endswith(_TORCH_FILES):
-            problem = connection_problem(path)  # its reader checks whether the file exists
+            problem = _connection_problem(path)  # its reader checks whether the file exists
             return [] if problem is None else [f"ckpt_path={path}: {problem}; fetch the file, then type its path"]
         allowed = f"only {', '.join(_TORCH_FILES)} files can be read over http"
         return [f"ckpt_path={path}: {allowed}; fetch the folder, then type its path"]
@@ -301,31 +301,27 @@ def _problems_of_weights(cfg: DictConfig) -> list[str]:
     return [f"init_from={path}: {problem}; {_import_command(path)}, then init_from=imported"]
 
 
+# To connect to a server, name look-up included.
 _SECONDS = 4.0
 _PORTS = {"http": 80, "https": 443}
 
 
-def connection_problem(url: str, seconds: float = _SECONDS) -> str | None:
-    """Return why no connection to the server of `url` can be made; None if one was.
-
-    Args:
-        url: http:// or https://.
-        seconds: time limit, name look-up included.
-    """
+def _connection_problem(url: str) -> str | None:
+    """Return why no connection to the server of `url` can be made; None if one was."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # A name look-up takes no deadline; its thread ends with the process.
-    threading.Thread(target=lambda: answers.put(_try(url, seconds)), daemon=True).start()
+    threading.Thread(target=lambda: answers.put(_try(url)), daemon=True).start()
     try:
-        return answers.get(timeout=seconds)
+        return answers.get(timeout=_SECONDS)
     except queue.Empty:
-        return f"{urlsplit(url).netloc} has not responded within {seconds:g} s"
+        return f"{urlsplit(url).netloc} has not responded within {_SECONDS:g} s"
 
 
-def _try(url: str, seconds: float) -> str | None:
+def _try(url: str) -> str | None:
     try:
         parts = urlsplit(url)
         address = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-        with socket.create_connection(address, seconds):
+        with socket.create_connection(address, _SECONDS):
             return None
     except (OSError, ValueError) as error:  # UnicodeError of a name is a ValueError
         return f"cannot connect to {urlsplit(url).netloc} ({error})"

@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     module.launch = launch  # type: ignore[attr-defined]
     wanted = ["this engine wants two"]
-    module.problems = lambda cfg, verb: [] if cfg.nodes == 2 else wanted  # type: ignore[attr-defined]
+    module.problems = lambda cfg: [] if cfg.nodes == 2 else wanted  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setitem(engines._ENGINES, "ray", engines._Entry(MODULE))
     return asked

@@ -153,7 +153,7 @@ def test_job_names(conf: Path) -> None:
 ])  # fmt: skip
 def test_refused_options(conf: Path, more: list[str], said: str) -> None:
     cfg = configured(conf, *more)
-    assert said in "\n".join([*bound_problems(cfg).values(), *problems(cfg, "fit")])
+    assert said in "\n".join([*bound_problems(cfg).values(), *problems(cfg)])
 
 
 def test_required_options(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +161,9 @@ def test_required_options(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = "\n".join(plan(cfg, "fit")[1])
     assert "launch.image has no value" in found
     assert "launch.claim has no value" in found
-    assert not problems(configured(conf), "fit")
+    assert not problems(configured(conf))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'trainwright[kubernetes]'" in "\n".join(problems(configured(conf, "launch.submit=true"), "fit"))
+    assert "pip install 'trainwright[kubernetes]'" in "\n".join(problems(configured(conf, "launch.submit=true")))
 
 
 def test_manifest_without_submit(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:

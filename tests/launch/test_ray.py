@@ -85,7 +85,7 @@ def test_rank_variables(conf: Path) -> None:
 
 def test_local_cluster_uses_loopback(conf: Path) -> None:
     cfg = configured(conf, "launch.threads=2")
-    assert not problems(cfg, "fit")
+    assert not problems(cfg)
     told = rank_variables(cfg, 1, [Place("127.0.0.1")] * 2, ("127.0.0.1", 99), 0, "5")
     assert told["GLOO_SOCKET_IFNAME"] == "lo"
     assert told["OMP_NUM_THREADS"] == "2"
@@ -106,7 +106,7 @@ def test_local_cluster_uses_loopback(conf: Path) -> None:
 ])  # fmt: skip
 def test_refused_options(conf: Path, overrides: list[str], said: str) -> None:
     cfg = configured(conf, *overrides)
-    [found] = [*bound_problems(cfg).values(), *problems(cfg, "fit")]
+    [found] = [*bound_problems(cfg).values(), *problems(cfg)]
     assert said in found
 
 

@@ -109,18 +109,18 @@ def test_sbatch_defaults(conf: Path) -> None:
 def test_refused_options(conf, monkeypatch, overrides, said):
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     cfg = configured(conf, *overrides)
-    [found] = [*bound_problems(cfg).values(), *problems(cfg, "fit")]
+    [found] = [*bound_problems(cfg).values(), *problems(cfg)]
     assert said in found
 
 
 def test_missing_sbatch(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     cfg = configured(conf)
-    [found] = problems(cfg, "fit")
+    [found] = problems(cfg)
     assert "there is no sbatch on this machine" in found
     assert "launch.cluster=local" in found
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    assert not problems(cfg, "fit")
+    assert not problems(cfg)
 
 
 def test_requeue_option(conf: Path) -> None:

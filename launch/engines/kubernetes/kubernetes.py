@@ -24,12 +24,11 @@ _RESERVED = ("PET_", "TRAINWRIGHT_")
 _LONGEST_NAME = 50  # operators append a suffix, and 63 characters are allowed
 
 
-def problems(cfg: DictConfig, verb: str) -> list[str]:
+def problems(cfg: DictConfig) -> list[str]:
     """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
-        verb: fit, validate, test or predict.
     """
     found = [*_name_problems(cfg), *_gpu_problems(cfg), *_path_problems(cfg), *_variable_problems(cfg)]
     if cfg.launch.submit and importlib.util.find_spec("kubernetes") is None:

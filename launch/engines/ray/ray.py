@@ -23,12 +23,11 @@ from trainwright.launch.outcome.interruption import handled_signals
 from trainwright.launch.recovery.restarts import RestartLog
 
 
-def problems(cfg: DictConfig, verb: str) -> list[str]:
+def problems(cfg: DictConfig) -> list[str]:
     """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
-        verb: fit, validate, test or predict.
     """
     found = list(_rank_problems(cfg))
     if cfg.preemption.requeue:

@@ -24,12 +24,11 @@ _TYPED = {name: f"launch.{name.replace('-', '_')}" for name in _SAME_NAME} | {
 }  # fmt: skip
 
 
-def problems(cfg: DictConfig, verb: str) -> list[str]:
+def problems(cfg: DictConfig) -> list[str]:
     """Return the problems of `launch`, with what to type instead.
 
     Args:
         cfg: resolved, with `run_dir` decided.
-        verb: fit, validate, test or predict.
     """
     return [*_cluster_problems(cfg), *_option_problems(cfg)]
 
