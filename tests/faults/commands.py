@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -82,11 +82,11 @@ class Command:
             raise
 
     def _wait_for(self, line: str) -> None:
-        end = time.monotonic() + LIMIT
-        while line not in self.said():
+        def is_said() -> bool:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.said()}"
-            assert time.monotonic() < end, f"did not say {line!r}:\n{self.said()}"
-            time.sleep(0.05)
+            return line in self.said()
+
+        until(is_said, repr(line))
 
     def said(self) -> str:
         """Return the output so far."""
@@ -128,6 +128,18 @@ class Command:
         forked = [pid for pid, words in self.session().items() if "forkserver" in words]
         [server] = [pid for pid in forked if int(stat_of(pid)[PARENT]) == self.process.pid]
         return sorted(pid for pid in forked if int(stat_of(pid)[PARENT]) == server)
+
+
+def until(holds: Callable[[], bool], what: str, seconds: float = LIMIT) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        AssertionError: if it does not in time.
+    """
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"{what} has not happened within {seconds:g} s"
+        time.sleep(0.01)
 
 
 def session_of(leader: int) -> dict[int, str]:

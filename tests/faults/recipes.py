@@ -23,3 +23,9 @@ def write_recipe(folder: Path, name: str, text: str) -> Path:
     recipes.mkdir(parents=True)
     (recipes / f"{name}.yaml").write_text(text, encoding="utf-8")
     return folder / "conf"
+
+
+def restart_log(run_dir: Path) -> str:
+    """Return the text of a run's log of restarts."""
+    path = run_dir / "logs" / "restarts.log"
+    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.faults.recipes import restart_log
 from trainwright.command.run import run
 from trainwright.command.schema.compose import compose
 
@@ -45,8 +46,7 @@ class Survived:
     @property
     def log(self) -> str:
         """Text of the log of restarts."""
-        path = self.run_dir / "logs" / "restarts.log"
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return restart_log(self.run_dir)
 
     @property
     def losses(self) -> dict[int, float]:

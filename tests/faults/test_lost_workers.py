@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.recipes import TINY, write_recipe
+from tests.faults.recipes import TINY, restart_log, write_recipe
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.command.run import run
 from trainwright.command.schema.compose import compose
@@ -27,7 +27,7 @@ def train(folder: Path, *words: str) -> tuple[Path, str]:
     """Run it; return the run directory and the log of restarts."""
     run_dir = folder / "run"
     run(compose(None, [*WORDS, f"run_dir={run_dir}", *words], write_recipe(folder, "tiny", TINY)))
-    return run_dir, (run_dir / "logs" / "restarts.log").read_text(encoding="utf-8")
+    return run_dir, restart_log(run_dir)
 
 
 @pytest.mark.sample(1)

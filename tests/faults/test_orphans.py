@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.command.project import environment
-from tests.faults.commands import LIMIT, Command, training
+from tests.faults.commands import Command, training, until
 from tests.warm import WarmPopen
 from trainwright.core.processes.process import PARENT, is_alive, stat_of
 
@@ -68,10 +68,8 @@ def stop_all_but(run: Command, kept: set[int]) -> dict[int, str]:
 
     Rank 1 is not stopped, and holds the GIL by then.
     """
-    end, log = time.monotonic() + LIMIT, Path("run/logs/rank_1.log")
-    while not (log.exists() and "hang" in log.read_text()):
-        assert time.monotonic() < end, "the fault was not injected"
-        time.sleep(0.05)
+    log = Path("run/logs/rank_1.log")
+    until(lambda: log.exists() and "hang" in log.read_text(), "the fault")
     time.sleep(0.2)  # the log precedes the fault
     started = descendants(run.process.pid)
     spared = {pid for pid, words in started.items() if "resource_tracker" in words or "guardian" in words}

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.recipes import TINY, write_recipe
+from tests.faults.commands import LIMIT, until
+from tests.faults.recipes import TINY, restart_log, write_recipe
 from trainwright.command.run import run
 from trainwright.command.schema.compose import compose
 from trainwright.core.failures.failure import RankError
@@ -25,8 +26,6 @@ from trainwright.core.processes.scratch import scratch
 
 ALWAYS = ("recipe=tiny", "monitor=none", "logger=csv", "report=false", "checkpoint.last.every_n_steps=2")
 PIPELINE = ("strategy=pipeline", "strategy.pipeline=2", "strategy.micro_batches=2")
-# Longest time that anything is waited for, in seconds; nothing takes it unless it hangs.
-LIMIT = 90.0
 # The ranks of these runs are forked from the server of the suite too.
 pytestmark = pytest.mark.usefixtures("ranks")
 
@@ -49,13 +48,8 @@ def _losses(run_dir: Path) -> list[tuple[str, str]]:
         return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
 
-def _log(run_dir: Path) -> str:
-    log = run_dir / "logs" / "restarts.log"
-    return log.read_text() if log.exists() else ""
-
-
 def _restarts(run_dir: Path) -> int:
-    return len(re.findall(r" restart \d+", _log(run_dir)))
+    return len(re.findall(r" restart \d+", restart_log(run_dir)))
 
 
 @contextmanager
@@ -77,13 +71,6 @@ def _beside(action: Callable[[], None]) -> Iterator[None]:
         thread.join(LIMIT)
     if errors:
         raise errors[0]
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, f"{what} has not happened within {LIMIT} s"
-        time.sleep(0.01)
 
 
 # ---- ten kills -------------------------------------------------------------------------------------------------------
@@ -122,11 +109,11 @@ def test_ranks_that_are_killed_at_any_moment_lose_nothing(conf: Path) -> None:
 def _kill(plan: list[tuple[int, int]], dice: random.Random, run_dir: Path) -> None:
     """Kill ranks at or soon after certain steps: within a step, a collective, a save."""
     for number, (rank, step) in enumerate(plan, 1):
-        _until(lambda: _step() >= step, f"step {step}")  # noqa: B023
+        until(lambda: _step() >= step, f"step {step}")  # noqa: B023
         pid = _pid(run_dir, rank)
         time.sleep(dice.uniform(0, 0.03))
         os.kill(pid, signal.SIGKILL)
-        _until(lambda: _restarts(run_dir) == number, f"restart {number}")  # noqa: B023
+        until(lambda: _restarts(run_dir) == number, f"restart {number}")  # noqa: B023
 
 
 def _step() -> int:
@@ -143,7 +130,7 @@ def _pid(run_dir: Path, rank: int) -> int:
         pids = [int(path.name.split(".")[1]) for path in run_dir.glob(f"pids/{rank}.*")]
         return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
-    _until(lambda: len(living()) > 0, f"the start of rank {rank}")
+    until(lambda: len(living()) > 0, f"the start of rank {rank}")
     return living()[0]
 
 
@@ -164,7 +151,7 @@ def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.Capture
     text = str(error.value)
     assert "rank 1 of 2 failed with ValueError: this fails always" in text
     assert "crash loop: the same failure (ValueError at step 5) occurred 3 times in a row" in text
-    assert _log(conf.parent / "loop").count("this fails always") >= 3
+    assert restart_log(conf.parent / "loop").count("this fails always") >= 3
     assert _restarts(conf.parent / "loop") == 2
     assert "restart 2" in capfd.readouterr().err
 
@@ -215,10 +202,10 @@ def test_a_lost_device_is_left_out_until_it_answers_again(conf: Path, undisturbe
     broken, run_dir = conf.parent / "broken", conf.parent / "lost"
 
     def break_and_repair() -> None:
-        _until(lambda: _step() >= 4, "step 4")
+        until(lambda: _step() >= 4, "step 4")
         broken.touch()
         os.kill(_pid(run_dir, 1), signal.SIGKILL)
-        _until(lambda: "device 1 is taken out of use" in _log(run_dir), "the loss of a device")
+        until(lambda: "device 1 is taken out of use" in restart_log(run_dir), "the loss of a device")
         broken.unlink()
 
     with _beside(break_and_repair):
@@ -232,7 +219,7 @@ def test_a_lost_device_is_left_out_until_it_answers_again(conf: Path, undisturbe
             "launch.probe_seconds=0.5",
             f"module.broken={broken}",
         )
-    log = _log(run_dir)
+    log = restart_log(run_dir)
     assert "with 1 rank(s)" in log
     assert "device 1 answers again" in log
     assert "devices: 2 instead of 1" in log
@@ -244,14 +231,14 @@ def test_a_number_in_a_file_says_how_many_devices_may_be_used(conf: Path, undist
     run_dir = conf.parent / "limited"
 
     def limit() -> None:
-        _until(lambda: _step() >= 4, "step 4")
+        until(lambda: _step() >= 4, "step 4")
         (run_dir / "devices").write_text("1\n")
-        _until(lambda: "with 1 rank(s)" in _log(run_dir), "going on with one device")
+        until(lambda: "with 1 rank(s)" in restart_log(run_dir), "going on with one device")
         (run_dir / "devices").write_text("2\n")
 
     with _beside(limit):
         _train(conf, "limited", *SLOW, "launch=resilient", "launch.min_devices=1")
-    log = _log(run_dir)
+    log = restart_log(run_dir)
     assert log.index("devices: 1 instead of 2") < log.index("devices: 2 instead of 1")
     assert "ended by" not in log
     _close(run_dir, undisturbed)

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from omegaconf import DictConfig
 
 from tests.command.project import command
-from tests.faults.commands import Command
+from tests.faults.commands import Command, until
 from trainwright import compose
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
@@ -254,10 +253,8 @@ def test_restart_on_a_real_cluster(conf: Path) -> None:
     words = ("recipe=mine", "strategy=ddp", "devices=2", "launch=ray", "monitor=none", "logger=csv", "run_dir=run")
     lasting = ("launch.max_restarts=1", "checkpoint.last.every_n_steps=2", "max_steps=20", "max_epochs=100")
     run = Command(command("fit", "--config-dir", str(conf), *words, *lasting, "module.sleep=0.1"), started="")
-    end = time.monotonic() + 200  # a cluster and two imports of torch, on a machine that may have other work
-    while "first step of rank 1" not in run.said() and time.monotonic() < end:
-        assert run.process.poll() is None, run.said()
-        time.sleep(0.1)
+    # A cluster and two imports of torch, on a machine that may have other work.
+    until(lambda: "first step of rank 1" in run.said(), "the first step", 200)
     holders = [pid for pid, line in run.session().items() if line.startswith("ray::RankHolder")]
     assert len(holders) == 2
     os.kill(holders[0], signal.SIGKILL)

@@ -5,14 +5,13 @@ import re
 import shutil
 import signal
 import stat
-import time
 from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.command.project import command, run_command
-from tests.faults.commands import Command
+from tests.faults.commands import Command, until
 from trainwright import compose
 from trainwright.callbacks.end.requeue import requeue
 from trainwright.core.failures.failure import FailureRecorder, RankError, first_failure
@@ -247,21 +246,14 @@ def test_restart_and_cancellation(conf: Path) -> None:
     endless = ("module.sleep=0.05", "max_steps=100000", "max_epochs=100000", "run_dir=run")
     words = command("fit", "--config-dir", str(conf), *WORDS, LOCAL, *killed, *endless)
     run = Command(words, "[rank 0] trainwright: resuming from")
-    before = time.monotonic()
-    while "step=6" not in str(list(Path("run/checkpoints").glob("*"))):
-        assert run.process.poll() is None, run.said()
-        assert time.monotonic() - before < 60, run.said()
-        time.sleep(0.2)
+    until(lambda: "step=6" in str(list(Path("run/checkpoints").glob("*"))), "step 6")
     run.tell(signal.SIGINT)
     assert run.process.wait(60) == 130
     said = run.said()
     assert "[rank 1] first step of rank 1" in said
     assert "[rank 0] trainwright: rank 1 was ended by SIGKILL" in said
     assert "cancelling local job" in said
-    end = time.monotonic() + 20
-    while run.session() and time.monotonic() < end:
-        time.sleep(0.2)
-    assert run.session() == {}
+    assert run.left() == {}
 
 
 def test_job_gets_the_run_token(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.commands import until
 from tests.pool import RankPool
 from trainwright.launch.ranks.supervisor import RankExit, Supervisor
 
@@ -36,13 +37,6 @@ def ranks(tmp_path: Path) -> Iterator[Supervisor]:
         yield supervisor
 
 
-def _there(folder: Path, rank: int, pid: int) -> None:
-    end = time.monotonic() + LIMIT
-    while not (folder / f"{rank}.{pid}").exists():
-        assert time.monotonic() < end, f"rank {rank} has not begun within {LIMIT} s"
-        time.sleep(0.01)
-
-
 def _start(ranks: Supervisor, how: str, rank: int) -> None:
     ranks.start_rank(rank, {"RANK": str(rank), "HOW": how})
 
@@ -56,7 +50,7 @@ def test_replacing_one_rank(ranks: Supervisor, tmp_path: Path) -> None:
     assert ranks.living == (0, 2)
     _start(ranks, "live", 1)
     assert ranks.living == (0, 1, 2)
-    _there(tmp_path, 1, ranks.pid(1))
+    until((tmp_path / f"1.{ranks.pid(1)}").exists, "the start of rank 1")
     assert [ranks.pid(rank) for rank in (0, 2)] == [first[0], first[2]]
     with pytest.raises(ValueError, match=f"rank 0 lives as process {first[0]}"):
         _start(ranks, "live", 0)
@@ -65,7 +59,7 @@ def test_replacing_one_rank(ranks: Supervisor, tmp_path: Path) -> None:
 def test_ending_ranks(ranks: Supervisor, tmp_path: Path) -> None:
     for rank, how in enumerate(("live", "deaf", "deaf")):
         _start(ranks, how, rank)
-        _there(tmp_path, rank, ranks.pid(rank))
+        until((tmp_path / f"{rank}.{ranks.pid(rank)}").exists, f"the start of rank {rank}")
     assert ranks.end((2,), grace=0.0) == [RankExit(2, -signal.SIGKILL, asked=True)]
     ended = ranks.end(ranks.living, grace=0.2)
     assert ended == [RankExit(0, -signal.SIGTERM, asked=True), RankExit(1, -signal.SIGKILL, asked=True)]

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.commands import until
 from trainwright.core.processes.process import STOPPED, TRACED, state_of, stop_id
 from trainwright.launch.watchdog import monitor
 from trainwright.launch.watchdog.boxes import HangLimits
@@ -92,10 +92,7 @@ class Job:
         assert state_of(self.ranks[rank].pid) == TRACED
 
     def _await(self, rank: int, wanted: Callable[[str], bool]) -> None:
-        end = time.monotonic() + 30
-        while not wanted(state_of(self.ranks[rank].pid)):
-            assert time.monotonic() < end, f"rank {rank} is in state {state_of(self.ranks[rank].pid)}"
-            time.sleep(0.002)
+        until(lambda: wanted(state_of(self.ranks[rank].pid)), f"the change of rank {rank}")
 
     def end(self) -> None:
         for process in self.ranks:

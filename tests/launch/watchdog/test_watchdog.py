@@ -19,6 +19,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.core.test_phases import Small
 from tests.parity.harness import QUIET
 from trainwright import Trainer, Watchdog
 from trainwright.core.processes.process import catches, state_of
@@ -291,21 +292,6 @@ def test_group_labels(ranks: Any) -> None:
     assert ranks(names_of_groups, 2) == [{"all ranks": (0, 1), "replicate": (0, 1)}] * 2
 
 
-class Line(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return self.layer(batch[0]).mean()
-
-    def validation_step(self, batch: Any) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 @pytest.mark.parametrize("kind", [Trainer, pl.Trainer])
 def test_progress_of_a_run(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "watchdog"
@@ -319,7 +305,7 @@ def test_progress_of_a_run(kind: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     look = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append(watcher._boxes.read(0)))
     trainer = kind(max_epochs=2, devices=1, callbacks=[Watchdog(), look], **QUIET)
     loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
-    trainer.fit(Line(), loader, loader)
+    trainer.fit(Small(), loader, loader)
     assert [(each.running, each.rank, each.micro_batches) for each in seen] == [(True, 0, 6), (True, 0, 12)]
     assert {phases.FORWARD, phases.DATA, "evaluation"} <= set(seen[1].longest)
     assert not watcher._boxes.read(0).running
