@@ -231,21 +231,13 @@ def test_largest_fitting_micro_batch(words: Sequence[str], tmp_path: Path) -> No
 
 
 def candidate(strategy: str, seconds: float, **layout: int) -> dict[str, Any]:
-    return {
-        "strategy": strategy,
-        "layout": layout,
-        "offload": "none",
-        "activation_checkpointing": "none",
-        "seconds": {"step": seconds},
-    }
+    plain = {"offload": "none", "activation_checkpointing": "none"}
+    return {"strategy": strategy, "layout": layout, "seconds": {"step": seconds}, **plain}
 
 
 def test_simplest_of_equally_fast_layouts() -> None:
-    fastest, alike, slow = (
-        candidate("zero3", 1.0, shard=4),
-        candidate("ddp", 1.02, replicate=4),
-        candidate("zero1", 1.1),
-    )
+    fastest, alike = candidate("zero3", 1.0, shard=4), candidate("ddp", 1.02, replicate=4)
+    slow = candidate("zero1", 1.1)
     assert auto._order([fastest, alike, slow]) == [alike, fastest, slow]
     assert auto._order([fastest, slow]) == [fastest, slow]
 

@@ -45,12 +45,7 @@ def test_other_verbs_complete_files() -> None:
     ("trainwright verify --rep", ["--report "]),
 ])  # fmt: skip
 def test_bash(line: str, offered: list[str]) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", SHELL, "bash", line],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    words = ["bash", "-c", SHELL, "bash", line]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == offered, done.stderr

@@ -198,17 +198,8 @@ def test_removed_options_in_recipes(conf: Path, lines: str, said: str) -> None:
 
 
 def test_all_problems_are_reported_together(conf: Path) -> None:
-    found = problems(
-        conf,
-        "strategy=zer3",
-        "strategy.shard=3",
-        "devices=2",
-        "max_stepz=-1",
-        "global_batch_size=7",
-        "launch.port=0",
-        "ckpt_path=nowhere",
-        "module._target_=nowhere.A",
-    )
+    words = ("strategy=zer3", "strategy.shard=3", "devices=2", "max_stepz=-1", "global_batch_size=7")
+    found = problems(conf, *words, "launch.port=0", "ckpt_path=nowhere", "module._target_=nowhere.A")
     text = "\n".join(found)
     # The misspelt strategy is checked as the one that was probably meant.
     for part in ("zer3", "max_stepz", "max_steps=-1", "shard=3", "launch.port=0", "nowhere", "nowhere.A"):

@@ -39,6 +39,9 @@ _OF_CALLBACK = """
     on_train_epoch_end on_train_end on_fit_end teardown
 """
 OF_CALLBACK = tuple(_OF_CALLBACK.split())
+# Options of a Trainer that calls all of them.
+_ALL_HOOKS: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 1, "gradient_clip_val": 1.0}
+_ALL_HOOKS |= {"enable_checkpointing": True}
 
 
 class Model(pl.LightningModule):
@@ -93,15 +96,8 @@ def end_of_fit(strategy: str, options: dict[str, Any], of: str, hook: str, folde
     data = () if plain else (DataLoader(Tokens(8), batch_size=2),)
     callback = type("FailingCallback", (pl.Callback,), {})()
     make_failing(module if of == "module" else callback, hook)
-    trainer = make_trainer(
-        strategy,
-        options,
-        max_epochs=1,
-        num_sanity_val_steps=1,
-        gradient_clip_val=1.0,
-        enable_checkpointing=True,
-        callbacks=[callback, RunStateCheckpoint(folder, every_n_steps=1), Preemption(check_seconds=1e-6)],
-    )
+    callbacks = [callback, RunStateCheckpoint(folder, every_n_steps=1), Preemption(check_seconds=1e-6)]
+    trainer = make_trainer(strategy, options, callbacks=callbacks, **_ALL_HOOKS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -123,14 +119,8 @@ def hooks_of_a_fit(folder: str) -> dict[str, set[str]]:
         for name in {name for base in hooks[of] for name, value in vars(base).items() if callable(value)}:
             if not name.startswith("_") and name not in _NO_HOOKS[of]:
                 _hear(target, name, called[of])
-    trainer = make_trainer(
-        "ddp",
-        max_epochs=1,
-        num_sanity_val_steps=1,
-        gradient_clip_val=1.0,
-        enable_checkpointing=True,
-        callbacks=[targets["callback"](), RunStateCheckpoint(folder, every_n_steps=1)],
-    )
+    callbacks = [targets["callback"](), RunStateCheckpoint(folder, every_n_steps=1)]
+    trainer = make_trainer("ddp", callbacks=callbacks, **_ALL_HOOKS)
     trainer.fit(targets["module"]())
     return called
 

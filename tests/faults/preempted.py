@@ -90,20 +90,14 @@ def parameters_of(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool's own would run as well
     torch.manual_seed(1)
     parameters = Parameters()
-    trainer = make_trainer(
-        strategy,
-        options,
-        global_batch_size=12,
-        max_steps=8,
-        max_epochs=-1,
-        callbacks=[
-            parameters,
-            RunStateCheckpoint(str(folder), every=None),
-            Preemption(check_seconds=1e-6),  # so that the ranks agree after each micro-batch
-            *([] if signal_at is None else [SendSignal(*signal_at)]),
-        ],
-        enable_checkpointing=True,
-    )
+    callbacks = [
+        parameters,
+        RunStateCheckpoint(str(folder), every=None),
+        *([SendSignal(*signal_at)] if signal_at else []),
+    ]
+    callbacks.append(Preemption(check_seconds=1e-6))  # so that the ranks agree after each micro-batch
+    limits = {"global_batch_size": 12, "max_steps": 8, "max_epochs": -1}
+    trainer = make_trainer(strategy, options, callbacks=callbacks, enable_checkpointing=True, **limits)
     data_ranks = trainer.strategy.layout.resolve(world_size()).data_ranks if options else world_size()
     module, data = make_module(MODULE), DataLoader(Tokens(), batch_size=12 // data_ranks)
     ended = preemption_of(lambda: trainer.fit(module, data, ckpt_path=resume))
@@ -184,17 +178,12 @@ def train_asynchronously(
     """Train asynchronous workers of parameter servers for one epoch of 40 steps each."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     recorder = SlowFirstRank()
-    trainer = make_trainer(
-        "parameter_server",
-        options,
-        max_epochs=1,
-        callbacks=[
-            recorder,
-            RunStateCheckpoint(str(folder), every=None),
-            *([] if signal_at is None else [SendSignal(*signal_at)]),
-        ],
-        enable_checkpointing=True,
-    )
+    callbacks = [
+        recorder,
+        RunStateCheckpoint(str(folder), every=None),
+        *([SendSignal(*signal_at)] if signal_at else []),
+    ]
+    trainer = make_trainer("parameter_server", options, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
     data = DataLoader(TensorDataset(torch.arange(80.0 * world_size())), batch_size=2)
     ended = preemption_of(lambda: trainer.fit(Weight(), data, ckpt_path=resume))
     return {"step": trainer.global_step, **facts_of(ended), "read": recorder.read}

@@ -104,13 +104,8 @@ stop_forkserver()
 def test_the_first_cause_is_reported_and_nothing_is_left(conf: Path, temporary: Path) -> None:
     """All in one launching process, because starting one takes seconds."""
     words = ["fit", "--config-dir", str(conf), *WORDS[:-1]]
-    done = warm_run(
-        [sys.executable, "-c", SCRIPT, repr([how for how, _, _ in ENDS.values()]), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment(),
-        timeout=150,
-    )
+    script = [sys.executable, "-c", SCRIPT, repr([how for how, _, _ in ENDS.values()]), *words]
+    done = warm_run(script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment(), timeout=150)
     assert done.returncode == 0, done.stdout
     said = done.stdout.split("END ")[1:]
     for text, (_, code, told) in zip(said, ENDS.values(), strict=True):

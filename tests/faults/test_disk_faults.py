@@ -302,11 +302,8 @@ def is_of_step(step: int, call: SystemCall) -> bool:
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"asynchronous": True},
-    {"on_error": "warn"},
-    {"asynchronous": True, "on_error": "warn"},
-]
+    {}, {"asynchronous": True}, {"on_error": "warn"}, {"asynchronous": True, "on_error": "warn"},
+]  # fmt: skip
 
 
 @pytest.mark.thorough
@@ -330,17 +327,11 @@ def test_a_fault_at_each_call_of_the_second_save_of_a_run(tmp_path: Path, met: M
 
 # ---- the files of a run ----------------------------------------------------------------------------------------------
 
-WORDS = (
-    "recipe=linear_regression",
-    "strategy=single",
-    "devices=1",
-    "accelerator=cpu",
-    "checkpoint.last.every_n_steps=1",
-)
+WORDS = ("recipe=linear_regression", "strategy=single", "devices=1", "accelerator=cpu")
 
 
 def command(run_dir: Path, *words: str) -> int:
-    return main(["fit", *WORDS, f"run_dir={run_dir}", *words])
+    return main(["fit", *WORDS, "checkpoint.last.every_n_steps=1", f"run_dir={run_dir}", *words])
 
 
 def check_command(run_dir: Path, ended: Ended) -> None:

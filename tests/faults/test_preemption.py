@@ -123,10 +123,8 @@ def test_a_signal_to_one_rank_ends_all_and_they_resume(
 
 
 ALONE: list[dict[str, Any]] = [
-    {"consistency": "ssp"},
-    {"consistency": "async"},
-    {"consistency": "async", "leases": "at_least_once"},
-]
+    {"consistency": "ssp"}, {"consistency": "async"}, {"consistency": "async", "leases": "at_least_once"},
+]  # fmt: skip
 
 
 @pytest.mark.sample(1)
@@ -504,16 +502,10 @@ def test_a_run_is_saved_when_its_output_pipe_is_closed(conf: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_save_that_takes_too_long_is_given_up(conf: Path) -> None:
-    words = training(
-        conf,
-        *ends("os.kill(os.getpid(), 15)", step=5),
-        "+callbacks.slow._target_=trouble.SlowSave",
-        "checkpoint.last.every_n_steps=2",
-        "preemption.check_seconds=1e-6",  # so that it ends at step 5, which is not saved yet
-        "preemption.deadline_seconds=2",
-        "preemption.exit_code=75",
-    )
-    run = Command(words)
+    slow = ("+callbacks.slow._target_=trouble.SlowSave", "checkpoint.last.every_n_steps=2")
+    # So that it ends at step 5, which is not saved yet.
+    limits = ("preemption.check_seconds=1e-6", "preemption.deadline_seconds=2", "preemption.exit_code=75")
+    run = Command(training(conf, *ends("os.kill(os.getpid(), 15)", step=5), *slow, *limits))
     assert run.end() == 75
     said = run.said()
     assert "saving the run state of step 5." in said
@@ -550,16 +542,9 @@ sys.exit(max(task.returncode for task in tasks))
 
 
 def test_slurm_signals_saves_and_requeues(slurm: Path, conf: Path) -> None:
-    allocation = {
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_JOB_NAME": "train",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
+    allocation = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    allocation |= {"SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NAME": "train"}
+    allocation |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", SRUN, *training(conf, "preemption.requeue=true", "resume=auto")]
     run = Command(words, more=allocation)
     run.tell(signal.SIGUSR1)

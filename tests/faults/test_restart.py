@@ -25,6 +25,7 @@ from trainwright.core.problems import ConfigError
 from trainwright.core.processes.scratch import scratch
 
 ALWAYS = ("recipe=tiny", "monitor=none", "logger=csv", "report=false", "checkpoint.last.every_n_steps=2")
+DDP = ("strategy=ddp", "devices=2")
 PIPELINE = ("strategy=pipeline", "strategy.pipeline=2", "strategy.micro_batches=2")
 # The ranks of these runs are forked from the server of the suite too.
 pytestmark = pytest.mark.usefixtures("ranks")
@@ -97,7 +98,7 @@ def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(conf: Path, words:
 
 @pytest.mark.thorough
 def test_ranks_that_are_killed_at_any_moment_lose_nothing(conf: Path) -> None:
-    words = ("strategy=ddp", "devices=2", "module.seconds=0.01")
+    words = (*DDP, "module.seconds=0.01")
     undisturbed = _train(conf, "undisturbed", *words)
     plan, dice = _kills(11, 4, 2, 21), random.Random(11)
     with _beside(lambda: _kill(plan, dice, conf.parent / "killed")):
@@ -139,15 +140,7 @@ def _pid(run_dir: Path, rank: int) -> int:
 
 def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError) as error:
-        _train(
-            conf,
-            "loop",
-            "strategy=ddp",
-            "devices=2",
-            "launch=resilient",
-            "module.fail_at=5",
-            "launch.backoff_seconds=0",
-        )
+        _train(conf, "loop", *DDP, "launch=resilient", "module.fail_at=5", "launch.backoff_seconds=0")
     text = str(error.value)
     assert "rank 1 of 2 failed with ValueError: this fails always" in text
     assert "crash loop: the same failure (ValueError at step 5) occurred 3 times in a row" in text
@@ -158,7 +151,7 @@ def test_a_crash_loop_ends_the_run_and_says_so(conf: Path, capfd: pytest.Capture
 
 def test_a_failure_before_the_first_step_is_not_restarted(conf: Path) -> None:
     with pytest.raises(RankError, match="before its first step; fix the error first"):
-        _train(conf, "mistake", "strategy=ddp", "devices=2", "launch=resilient", "module.fail_at=0")
+        _train(conf, "mistake", *DDP, "launch=resilient", "module.fail_at=0")
     assert _restarts(conf.parent / "mistake") == 0
 
 
@@ -188,7 +181,7 @@ def _close(run_dir: Path, other: Path) -> None:
     assert [float(loss) for _, loss in losses] == pytest.approx([float(loss) for _, loss in others], rel=1e-4)
 
 
-SLOW = ("strategy=ddp", "devices=2", "module.dropout=0.0", "module.seconds=0.05", "max_steps=40")
+SLOW = (*DDP, "module.dropout=0.0", "module.seconds=0.05", "max_steps=40")
 
 
 @pytest.fixture(scope="module")
@@ -209,16 +202,8 @@ def test_a_lost_device_is_left_out_until_it_answers_again(conf: Path, undisturbe
         broken.unlink()
 
     with _beside(break_and_repair):
-        _train(
-            conf,
-            "lost",
-            *SLOW,
-            "launch=resilient",
-            "launch.min_devices=1",
-            "launch.backoff_seconds=0",
-            "launch.probe_seconds=0.5",
-            f"module.broken={broken}",
-        )
+        soon = ("launch.backoff_seconds=0", "launch.probe_seconds=0.5")
+        _train(conf, "lost", *SLOW, "launch=resilient", "launch.min_devices=1", *soon, f"module.broken={broken}")
     log = restart_log(run_dir)
     assert "with 1 rank(s)" in log
     assert "device 1 answers again" in log

@@ -42,15 +42,9 @@ def configured(conf: Path, *overrides: str) -> DictConfig:
 
 
 def test_bundles(conf: Path) -> None:
-    cfg = configured(
-        conf,
-        "nodes=2",
-        "accelerator=gpu",
-        "launch.cpus_per_rank=4",
-        "launch.memory_gb_per_rank=1",
-        "launch.resources.fast=0.5",
-        "launch.ranks={3: {cpus: 8, gpus: 0, tables: 1}}",
-    )
+    words = ("nodes=2", "accelerator=gpu", "launch.cpus_per_rank=4", "launch.memory_gb_per_rank=1")
+    ranks = "launch.ranks={3: {cpus: 8, gpus: 0, tables: 1}}"
+    cfg = configured(conf, *words, "launch.resources.fast=0.5", ranks)
     plain = {"CPU": 4.0, "GPU": 1.0, "memory": float(1 << 30), "fast": 0.5}
     assert resources_of(cfg, 0) == plain
     assert resources_of(cfg, 3) == {"CPU": 8.0, "memory": float(1 << 30), "fast": 0.5, "tables": 1.0}
@@ -59,14 +53,9 @@ def test_bundles(conf: Path) -> None:
         {"CPU": 12.0, "GPU": 1.0, "memory": float(2 << 30), "fast": 1.0, "tables": 1.0},
     ]
     assert total(cfg)["CPU"] == 20.0
-    assert actor_options(cfg, 3) == {
-        "num_cpus": 8.0,
-        "num_gpus": 0.0,
-        "memory": 1 << 30,
-        "resources": {"fast": 0.5, "tables": 1.0},
-        "max_restarts": 0,
-        "max_task_retries": 0,
-    }
+    never_again = {"max_restarts": 0, "max_task_retries": 0}
+    named = {"num_cpus": 8.0, "num_gpus": 0.0, "memory": 1 << 30, "resources": {"fast": 0.5, "tables": 1.0}}
+    assert actor_options(cfg, 3) == named | never_again
 
 
 def test_rank_variables(conf: Path) -> None:
@@ -138,14 +127,8 @@ class _Cluster:
 def test_placement_shrinks_and_grows(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = _Cluster(4)
     monkeypatch.setitem(sys.modules, "ray", there)
-    words = (
-        "devices=4",
-        "global_batch_size=16",
-        "launch.min_devices=2",
-        "launch.placement_seconds=0.01",
-        "launch.max_restarts=null",
-        "run_dir=run",
-    )
+    words = ("devices=4", "global_batch_size=16", "launch.min_devices=2", "launch.placement_seconds=0.01")
+    words += ("launch.max_restarts=null", "run_dir=run")
     monkeypatch.setattr(placement, "_SMALLER_SECONDS", 0.0)
     log = RestartLog(Path("run"))
     room = RankPlaces(configured(conf, *words, "launch.probe_seconds=0.001"), "fit", log, DeferredSignals())

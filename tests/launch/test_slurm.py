@@ -53,21 +53,12 @@ def script(cfg: DictConfig) -> list[str]:
 
 
 def test_sbatch_script(conf: Path) -> None:
-    lines = script(
-        configured(
-            conf,
-            "accelerator=gpu",
-            "launch.partition=big",
-            "launch.time=1-12:00:00",
-            "launch.exclusive=true",
-            "launch.mem_gb=1.5",
-            "launch.container_image=/images/a.sqsh",
-            "launch.container_mounts=[/data:/data,/home:/home]",
-            "launch.setup=[module load cuda]",
-            "launch.sbatch.mail-type=END",
-            "preemption.deadline_seconds=50",
-        )
+    words = (
+        *("accelerator=gpu", "launch.partition=big", "launch.time=1-12:00:00", "launch.exclusive=true"),
+        *("launch.mem_gb=1.5", "launch.setup=[module load cuda]", "launch.sbatch.mail-type=END"),
+        *("launch.container_image=/images/a.sqsh", "launch.container_mounts=[/data:/data,/home:/home]"),
     )
+    lines = script(configured(conf, *words, "preemption.deadline_seconds=50"))
     for expected in (
         "#SBATCH --job-name=mine",
         "#SBATCH --nodes=2",

@@ -12,19 +12,14 @@ from trainwright.command.schema.compose import compose
 from trainwright.launch.worker import build_trainer
 from trainwright.trainer.loggers.tensorboard import TensorBoard, grouped, hyper_parameters
 
-WORDS = [
-    "strategy=single",
-    "devices=1",
-    "accelerator=cpu",
-    "max_steps=3",
-    "max_epochs=null",
-    "trainer.log_every_n_steps=1",
-]
+WORDS = ["strategy=single", "devices=1", "accelerator=cpu", "max_steps=3", "max_epochs=null"]
 
 
 def test_layout_and_hyperparameters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = compose("linear_regression", [*WORDS, f"run_dir={tmp_path}", "checkpoint=none"])
+    cfg = compose(
+        "linear_regression", [*WORDS, "trainer.log_every_n_steps=1", f"run_dir={tmp_path}", "checkpoint=none"]
+    )
     module, data = (instantiate(part, _convert_="all") for part in (cfg.module, cfg.data))
     build_trainer(cfg).fit(module, datamodule=data)
     events = EventAccumulator(str(tmp_path))
