@@ -90,12 +90,9 @@ def parameters_of(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the pool's own would run as well
     torch.manual_seed(1)
     parameters = Parameters()
-    callbacks = [
-        parameters,
-        RunStateCheckpoint(str(folder), every=None),
-        *([SendSignal(*signal_at)] if signal_at else []),
-    ]
-    callbacks.append(Preemption(check_seconds=1e-6))  # so that the ranks agree after each micro-batch
+    sent = [] if signal_at is None else [SendSignal(*signal_at)]
+    # The ranks agree after each micro-batch.
+    callbacks = [parameters, RunStateCheckpoint(str(folder), every=None), Preemption(check_seconds=1e-6), *sent]
     limits = {"global_batch_size": 12, "max_steps": 8, "max_epochs": -1}
     trainer = make_trainer(strategy, options, callbacks=callbacks, enable_checkpointing=True, **limits)
     data_ranks = trainer.strategy.layout.resolve(world_size()).data_ranks if options else world_size()
@@ -178,11 +175,8 @@ def train_asynchronously(
     """Train asynchronous workers of parameter servers for one epoch of 40 steps each."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     recorder = SlowFirstRank()
-    callbacks = [
-        recorder,
-        RunStateCheckpoint(str(folder), every=None),
-        *([SendSignal(*signal_at)] if signal_at else []),
-    ]
+    sent = [] if signal_at is None else [SendSignal(*signal_at)]
+    callbacks = [recorder, RunStateCheckpoint(str(folder), every=None), *sent]
     trainer = make_trainer("parameter_server", options, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
     data = DataLoader(TensorDataset(torch.arange(80.0 * world_size())), batch_size=2)
     ended = preemption_of(lambda: trainer.fit(Weight(), data, ckpt_path=resume))

@@ -63,7 +63,6 @@ def test_junk_is_accepted_or_refused_in_a_paragraph(
 # What was typed -> part of the paragraph.
 REFUSED: dict[tuple[str, ...], str] = {
     ("devices=1000000000",): "at most 4096",
-    ("devices=1000000000", "strategy=ddp"): "at most 4096",
     ("devices=1000000000", "strategy=zero3"): "at most 4096",
     ("devices=1000000000", "strategy=auto"): "at most 4096",
     ("nodes=1000000000",): "at most 65536",
@@ -94,7 +93,7 @@ REFUSED: dict[tuple[str, ...], str] = {
 def test_refused_before_a_rank_starts(
     words: tuple[str, ...], part: str, empty: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """24 attempts."""
+    """23 attempts."""
     assert main(["fit", "recipe=digits", *words]) == 2
     _check(*capfd.readouterr(), part)
     assert list((empty / "here").iterdir()) == []

@@ -97,18 +97,12 @@ def test_trainjob_contents(conf: Path) -> None:
     assert variables["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
     assert variables["TRAINWRIGHT_WORKDIR"] == "/workspace"
     assert len(variables["TRAINWRIGHT_RUN_TOKEN"]) == 32  # pods of one job share it
-    assert pod["metadata"] == {
-        "labels": {"kueue.x-k8s.io/queue-name": "team", "trainwright/run": name},
-        "annotations": {"a": "b"},
-    }
+    labels = {"kueue.x-k8s.io/queue-name": "team", "trainwright/run": name}
+    assert pod["metadata"] == {"labels": labels, "annotations": {"a": "b"}}
     [container] = pod["spec"]["containers"]
     assert container["name"] == "node"
-    assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]} == {
-        "run": "/workspace",
-        "volume-0": "/data",
-        "configuration": "/etc/trainwright",
-        "shm": "/dev/shm",
-    }
+    mounts = {"run": "/workspace", "volume-0": "/data", "configuration": "/etc/trainwright", "shm": "/dev/shm"}
+    assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]} == mounts
     assert pod["spec"]["volumes"] == [
         {"name": "run", "persistentVolumeClaim": {"claimName": "runs"}},
         {"name": "volume-0", "persistentVolumeClaim": {"claimName": "data"}},
@@ -240,16 +234,9 @@ def test_two_pods_train(conf: Path, tmp_path: Path) -> None:
     own = {"TRAINWRIGHT_JOB": "a", "TRAINWRIGHT_RUN_TOKEN": "a secret", "TRAINWRIGHT_WORKDIR": str(volume)}
     own |= {"PET_MASTER_ADDR": "127.0.0.2", "PET_MASTER_PORT": str(port)}
     own |= {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
-    pods = [
-        WarmPopen(
-            [sys.executable, "-c", code],
-            env=environment() | own | {"PET_NODE_RANK": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for at in range(2)
-    ]
+    of_pods = [{"PET_NODE_RANK": str(at), "TRAINWRIGHT_POD_IP": f"127.0.0.{at + 2}"} for at in range(2)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pods = [WarmPopen([sys.executable, "-c", code], env=environment() | own | each, **options) for each in of_pods]
     try:
         said = [pod.communicate(timeout=240)[0] for pod in pods]
     finally:

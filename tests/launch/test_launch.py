@@ -360,19 +360,10 @@ def test_torchrun_restarts(hosts: int, conf: Path, tmp_path: Path) -> None:
     place = ("--standalone",) if hosts == 1 else (f"--nnodes={hosts}", *several)
     agent = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={2 // hosts}"]
     # torchrun leaves a folder for logs in the temporary folder.
-    more = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)} | (
-        {"TRAINWRIGHT_RUN_TOKEN": "a secret"} if hosts > 1 else {}
-    )
-    agents = [
-        WarmPopen(
-            [*agent, "--max-restarts=3", *command(*words)[1:]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment() | more,
-        )
-        for _ in range(hosts)
-    ]
+    more = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    more |= {"TRAINWRIGHT_RUN_TOKEN": "a secret"} if hosts > 1 else {}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment() | more}
+    agents = [WarmPopen([*agent, "--max-restarts=3", *command(*words)[1:]], **options) for _ in range(hosts)]
     try:
         said = "\n".join(each.communicate(timeout=250)[0] for each in agents)
     finally:
@@ -395,18 +386,16 @@ def test_forkserver_is_safe_to_fork() -> None:
         "assert gc.isenabled() and gc.get_freeze_count() > 100_000\n"
         "print(len(os.listdir('/proc/self/task')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**environment(), "OPENBLAS_NUM_THREADS": "1"}
-    )
+    variables = {**environment(), "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
     assert done.stdout.strip() == "1", done.stderr
 
 
 def test_launching_process_imports() -> None:
     code = (
-        "import sys\n"
-        "import trainwright.command.verbs, trainwright.launch.local.local, trainwright.command.sweep\n"
+        "import re, sys, trainwright.command.verbs, trainwright.launch.local.local, trainwright.command.sweep\n"
         "assert not {name for name in sys.modules if re.match('lightning|torchmetrics', name)}\n"
     )
-    subprocess.run([sys.executable, "-c", "import re\n" + code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
     light = "import sys, trainwright.command.cli; assert not {'torch', 'hydra', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", light], check=True)

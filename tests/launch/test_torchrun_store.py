@@ -63,11 +63,8 @@ def test_launcher_store_without_restarts(agents_store, monkeypatch):
 
 
 def _environment(folder: str, attempt: int, rank: int = 0) -> dict[str, str]:
-    return {
-        "TORCHELASTIC_RUN_ID": "none",
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_ERROR_FILE": f"/tmp/{folder}/attempt_{attempt}/{rank}/error.json",
-    }
+    file = f"/tmp/{folder}/attempt_{attempt}/{rank}/error.json"
+    return {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "TORCHELASTIC_ERROR_FILE": file}
 
 
 def test_agent_id() -> None:
