@@ -79,7 +79,6 @@ def rank_environment(cfg: DictConfig, rank: int, port: int, attempt: int = 0) ->
         **of_rank(rank, cfg.devices, (ADDRESS, port), attempt),
         # Lightning treats a process with this variable as a rank started by a launcher.
         "TORCHELASTIC_RUN_ID": f"{cfg.name}-{os.getpid()}",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
 
 
@@ -111,6 +110,7 @@ def of_rank(
         # Tells torch that rank 0 need not open the store.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
     }
     return {name: str(value) for name, value in found.items()}
 

@@ -251,7 +251,6 @@ def rank_variables(
     cores = max(1, int(resources_of(cfg, rank).get("CPU", 1.0)))
     found = {
         **of_rank(rank, len(places), store, attempt, cfg.devices),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": str(cfg.name),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **token_environment(),
