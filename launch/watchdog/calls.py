@@ -109,7 +109,7 @@ def own_groups() -> dict[str, Group]:
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
-    found = {}
+    found: dict[str, Group] = {}
     # A copy, because the main thread may be creating a group.
     for group, name in list(world.pg_names.items()):
         ranks = tuple(sorted(world.pg_group_ranks.get(group, {})))
