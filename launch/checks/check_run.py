@@ -153,7 +153,8 @@ def data_problems(cfg: DictConfig) -> list[str]:
     key, partition = cfg.trainer.data_key, cfg.trainer.data_partition
     if key is None or partition == "hash":
         return []
-    return [f"trainer.data_key={key} with trainer.data_partition={partition}: only hash uses it; leave it out"]
+    given = f"trainer.data_key={key} with trainer.data_partition={partition}"
+    return [f"{given}: only hash uses keys; type trainer.data_partition=hash, or leave trainer.data_key out"]
 
 
 def end_problems(cfg: DictConfig, verb: str) -> list[str]:
