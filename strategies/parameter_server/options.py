@@ -269,15 +269,13 @@ def push_problems(compression: Any) -> list[str]:
     if choice is None:
         return found
     if choice.name in CODECS:
-        return [_no_warm_up(key, choice.options[key]) for key in ONLY_OF_AVERAGES if key in choice.options]
+        return [
+            f"compression.{key}={choice.options[key]} with parameter servers: pushes are gradients, compressed from "
+            "the first one on; leave it out"
+            for key in ONLY_OF_AVERAGES
+            if key in choice.options
+        ]
     return [
         f"compression={choice.name} with parameter servers: it only averages over a group of ranks; pushes to a server "
         f"can be compressed by {', '.join(CODECS)}, or none; type compression=int8"
     ]
-
-
-def _no_warm_up(key: str, value: Any) -> str:
-    return (
-        f"compression.{key}={value} with parameter servers: pushes are gradients, compressed from the first one on; "
-        "leave it out"
-    )

@@ -51,7 +51,7 @@ from trainwright.strategies.parameter_server.worker.rejoining import (
     run_store,
     take,
 )
-from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushedAverages, PushResiduals
+from trainwright.strategies.parameter_server.worker.residuals import PUSHES, PushedAverages
 from trainwright.strategies.state.checkpointing import OF_RUN
 
 
@@ -90,10 +90,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         # Number of dedicated server ranks, the last ones; 0 if servers run beside workers.
         self._server_ranks = options.serving_ranks
         self._factory = EndpointFactory(options)
-        self._residuals = PushResiduals(self._factory.compression)
-        self.averaging = PushedAverages(self, self._residuals)
-        self._client: Client | None = None
-        self._server: Server | None = None
+        self.averaging: PushedAverages = PushedAverages(self, self._factory.compression)
+        self.client: Client | None = None
+        """This rank's client, while training."""
+        self.server: Server | None = None
+        """Server on this rank, while training."""
         self._is_independent = False  # within a step that other ranks need not make
         # Number of restarts of this rank; None: lost ranks are not restarted individually.
         self._incarnation = incarnation()
@@ -104,7 +105,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._end_offers: Callable[[], None] = lambda: None
         self.peers, self.service, self.measures = Workers(self), Servers(self), WorkerMeasures(self)
         # Ranks are at the same step only if they step together and none may be lost.
-        together = self._in_step and self._incarnation is None
+        together = options.averages_every_step and self._incarnation is None
         self.traits = Traits(
             steps_are_collective=together,
             averages_every_step=together,
@@ -124,20 +125,6 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of Lightning's samplers."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def _in_step(self) -> bool:
-        return self.options.consistency == "sync"
-
-    @property
-    def server(self) -> Server | None:
-        """Server on this rank, while training."""
-        return self._server
-
-    @property
-    def client(self) -> Client | None:
-        """This rank's client, while training."""
-        return self._client
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """See ``whole_gradients``; averaged on demand."""
@@ -242,7 +229,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().setup_precision_plugin()
         served = self._served
         if served is not None:
-            ServedClipping(served, self._in_step).attach(self.precision_plugin)
+            ServedClipping(served, self.options.averages_every_step).attach(self.precision_plugin)
 
     @property
     def _served(self) -> ServedOptimizer | None:
@@ -265,8 +252,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         served = self._served
         if served is None:
             return
-        if self._client is not None:
-            self._resume_from_servers(served)
+        if self.client is not None:  # the servers' parameters are those of the loaded state or newer
+            served.forget_state()
+            self.client.pull()
             return
         plan = self._plan(served)
         refuse_other_optimizers(self.state.all_gather_values(plan.digest))
@@ -278,7 +266,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             self._fit.wait_for_servers(self.servers)
         elif self.global_rank < self.servers:
             self._start_server(self.global_rank, plan, meeting)
-        self._residuals.take_up(self._connect(served, plan, meeting))
+        self.averaging.take_up(self._connect(served, plan, meeting))
         self._upload()
         if self._incarnation is not None and self.is_global_zero:
             publish_prefix(self._store, meeting.prefix)
@@ -291,7 +279,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return ServerRendezvous(store, f"parameter_server/{self.broadcast(uuid.uuid4().hex)}")
 
     def _start_server(self, number: int, plan: ShardPlan, meeting: ServerRendezvous) -> None:
-        self._server = self._factory.server(number, plan, meeting, self.world_size, self._incarnation is not None)
+        self.server = self._factory.server(number, plan, meeting, self.world_size, self._incarnation is not None)
 
     def _serve(self) -> None:
         served, fit, module = self._served, self._fit, self.lightning_module
@@ -302,7 +290,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
             module.to("meta")
             self._start_server(self._server_number, plan, self._meeting())
         fit.be_ready(self._server_number)
-        server = self._server
+        server = self.server
         fit.wait_for_end(lambda: server is not None and server.services.is_deserted)
 
     @property
@@ -313,7 +301,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         return self._factory.plan(self.lightning_module, served)
 
     def _connect(self, served: ServedOptimizer, plan: ShardPlan, meeting: ServerRendezvous) -> Client:
-        client = self._client = self._factory.client(self.lightning_module, self.global_rank, served, plan, meeting)
+        client = self.client = self._factory.client(self.lightning_module, self.global_rank, served, plan, meeting)
         client.connect()
         served.serve(client, plan, self._factory.written(client, self.lightning_module.trainer))
         together = self.traits.steps_are_collective and self.world_size > 1
@@ -323,18 +311,18 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _upload(self) -> None:
         """Send the first rank's parameters to the servers, at the start and after a restore."""
         assert self._served is not None
-        assert self._client is not None
+        assert self.client is not None
         if self.is_global_zero:
             self._served.upload()
         self._served.forget_state()
         self.barrier()  # no meeting before the servers have them
-        self._client.meet()
+        self.client.meet()
 
     # ---- rejoining workers ------------------------------------------------------------------------------------------
 
     def _open_held(self, held: Snapshot) -> SnapshotReader:
         # A joining worker resumes from the first rank's current offer, not from its start arguments.
-        return super()._open_held(self._join() if self.traits.joins and self._client is None else held)
+        return super()._open_held(self._join() if self.traits.joins and self.client is None else held)
 
     def _join(self) -> Snapshot:
         """Connect this worker to the servers and receive the state of the run."""
@@ -344,16 +332,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         self._connect(self._served, self._plan(self._served), meeting)
         return take(meeting, self.global_rank, self._factory.device)
 
-    def _resume_from_servers(self, served: ServedOptimizer) -> None:
-        """Pull from the servers, whose parameters are those of the loaded state or newer."""
-        assert self._client is not None
-        served.forget_state()
-        self._client.pull()
-
     def _make_offers(self) -> None:
         trainer: Any = self.lightning_module.trainer
         if hasattr(trainer, "phases"):
-            keeper = self._client if self._server is None else self._server.services
+            keeper = self.client if self.server is None else self.server.services
             hear = keep_offering(trainer, keeper, lambda: self._own_state(trainer))
             self._end_offers = trainer.phases.listen(hear)
 
@@ -372,10 +354,10 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if returns == self._returns:
             return
         assert self._store is not None
-        assert self._client is not None
+        assert self.client is not None
         self._returns = returns
         backend = self._get_process_group_backend()
-        name = f"{self._client.prefix}/world/{returns}"
+        name = f"{self.client.prefix}/world/{returns}"
         rebuild_process_group(self._store, name, self.global_rank, self.world_size, backend, self._timeout)
 
     # ---- steps and the end ------------------------------------------------------------------------------------------
@@ -383,22 +365,22 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Start a step; uploads a restored state first."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._served is not None and self._served.outdated and self._client is not None:
+        if self._served is not None and self._served.outdated and self.client is not None:
             self._upload()
 
     def on_train_end(self) -> None:
         """Meet a last time, fetch the optimizer's state, and stop the servers."""
         super().on_train_end()
-        if self._client is None or self._served is None:
+        if self.client is None or self._served is None:
             return
         self._end_offers()
         self.peers.meet()
         self._served.retire()
         self.barrier()  # no rank leaves before all have what they need
-        self._client.leave()
-        if self._server is not None:
-            self._server.close()
-        self._client = self._server = None
+        self.client.leave()
+        if self.server is not None:
+            self.server.close()
+        self.client = self.server = None
 
     def _stop_at_once(self, problem: str = "", code: int | None = None) -> None:
         self._end_offers()
@@ -409,8 +391,8 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         elif fit is not None and self.is_global_zero:
             with suppress(RuntimeError):
                 fit.end(problem, code)
-        client, server = self._client, self._server
-        self._client = self._server = None
+        client, server = self.client, self.server
+        self.client = self.server = None
         for optimizer in self.optimizers:
             if isinstance(optimizer, ServedOptimizer):
                 optimizer.leave()
@@ -441,15 +423,15 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """Run the user's step; where ranks step independently, collectives inside raise."""
         self._is_independent = not self.traits.steps_are_collective
         try:
-            with nullcontext() if self._client is None else self._client.watched():
+            with nullcontext() if self.client is None else self.client.watched():
                 return super().training_step(*args, **kwargs)
         finally:
             self._is_independent = False
 
     def _settle(self) -> None:
         """Wait for pending pulls."""
-        if self._client is not None:
-            self._client.settle()
+        if self.client is not None:
+            self.client.settle()
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`~trainwright.strategies.base.strategy.LayoutStrategy.whole_parameters`."""
@@ -491,7 +473,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         """See :class:`~trainwright.strategies.state.checkpointing.RunStates`; records what other strategies drop."""
         self._settle()
         content = super().run_state(checkpoint, complete=complete)
-        left_behind = self._residuals.left_behind
+        left_behind = self.averaging.left_behind
         if left_behind is not None and not self.peers.is_apart and OF_RUN in content.tree:
             content.tree[OF_RUN]["left_behind"] = left_behind
         return content

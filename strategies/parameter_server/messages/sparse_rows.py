@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.strategies.parameter_server.server.sharder import Slice
+from trainwright.strategies.parameter_server.server.sharder import Slice, places
 
 _WHOLE = -1
 
@@ -62,10 +62,10 @@ def pack_rows(flat: Tensor, pieces: Sequence[Slice], rows: Sequence[Rows | None]
         rows: of each slice; ``None``: all.
     """
     counts = torch.tensor([_WHOLE if each is None else each.numbers.numel() for each in rows], dtype=torch.int64)
-    parts = flat.split([piece.numel for piece in pieces])
     numbers = [each.numbers for each in rows if each is not None]
     values = [
-        part if each is None else each.values.to(flat.dtype).flatten() for part, each in zip(parts, rows, strict=True)
+        place if each is None else each.values.to(flat.dtype).flatten()
+        for (_, place), each in zip(places(pieces, flat), rows, strict=True)
     ]
     return torch.cat([each.contiguous().view(torch.uint8) for each in (counts, *numbers, torch.cat(values))])
 
@@ -84,10 +84,8 @@ def unpack_rows(message: Tensor, pieces: Sequence[Slice], dtype: torch.dtype) ->
     listed = sum(count for count in counts if count != _WHOLE)
     numbers = message[head : head + 8 * listed].clone().view(torch.int64)
     values = message[head + 8 * listed :].clone().view(dtype)
-    first = taken = read = 0
-    for piece, count in zip(pieces, counts, strict=True):
-        target = flat[first : first + piece.numel]
-        first += piece.numel
+    taken = read = 0
+    for (piece, target), count in zip(places(pieces, flat), counts, strict=True):
         if count == _WHOLE:
             target.copy_(values[read : read + piece.numel])
             read += piece.numel

@@ -75,8 +75,7 @@ class Link:
         self.messages = self.sent_bytes = 0
         """Messages and bytes sent so far."""
         try:
-            store_of_link = dist.PrefixStore(name, store)
-            self._group: Any = gloo(store_of_link, 1 - self._peer, 2, options)
+            self._group: Any = gloo(dist.PrefixStore(name, store), 1 - self._peer, 2, options)
         except RuntimeError as error:
             raise lost(str(error).splitlines()[0]) from None
         self._lost = lost
@@ -98,6 +97,15 @@ class Link:
             LinkError: if the other end is gone.
         """
         return self._begin("recv", tensor, tag)
+
+    def fetch(self, tensor: Tensor, tag: int = PAYLOAD, patience: timedelta = COMING) -> Tensor:
+        """Receive into ``tensor`` and return it; after ``patience`` the link is lost.
+
+        Raises:
+            LinkError: if the other end is gone.
+        """
+        self.receive(tensor, tag).wait(patience)
+        return tensor
 
     def _begin(self, what: str, tensor: Tensor, tag: int) -> Sending:
         if self._group is None:

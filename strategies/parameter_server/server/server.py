@@ -16,7 +16,7 @@ from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.contract.groups import wait_for_key
 from trainwright.strategies.parameter_server.messages import wire
 from trainwright.strategies.parameter_server.messages.requests import Operation, request_size
-from trainwright.strategies.parameter_server.messages.wire import Device, Link, LinkError
+from trainwright.strategies.parameter_server.messages.wire import HEADER, Device, Link, LinkError
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.services import EndedError, Rules, ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
@@ -135,9 +135,7 @@ class Server:
         return link
 
     def _receive(self, link: Link, patience: timedelta = wire.PATIENCE) -> torch.Tensor:
-        request = torch.zeros(request_size(self._plan, self._number), dtype=torch.float64)
-        link.receive(request, wire.HEADER).wait(patience)
-        return request
+        return link.fetch(torch.zeros(request_size(self._plan, self._number), dtype=torch.float64), HEADER, patience)
 
     def _admit(self, link: Link, worker: int, number: int) -> None:
         """Authenticate a worker before handling requests.

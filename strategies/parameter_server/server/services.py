@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from trainwright.strategies.parameter_server.server.clocks import Clocks, Rules
 from trainwright.strategies.parameter_server.server.end_notice import EndNoticeBoard
 from trainwright.strategies.parameter_server.server.rounds import Round
 from trainwright.strategies.parameter_server.server.shard import Shard, ShardPlan
+from trainwright.strategies.parameter_server.server.sharder import places
 from trainwright.strategies.parameter_server.worker.rejoining import LostWorkers, Offer
 
 # Worker that offers its state to rejoining workers, at the first server.
@@ -68,7 +68,7 @@ class ShardServices:
         self._ending = EndNoticeBoard()
         self._absent, self._replaces = LostWorkers(replaces), replaces
         self._ended: str | None = None
-        self._coming: dict[Link, _PartialGradient] = {}  # gradients received in parts
+        self._coming: dict[Link, tuple[Tensor, list[wire.Sending]]] = {}  # gradients received in parts
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -163,13 +163,11 @@ class ShardServices:
             content: complete, see ``complete`` of ``strategy.run_state``.
             step: optimizer steps done.
         """
-        with self._changed:
-            clock = self._clocks.clock(_FIRST)
-        self._keep(Offer.of(clock, content, step))
+        self._keep(_FIRST, Offer.of(content, step))
 
-    def _keep(self, offer: Offer) -> None:
-        with self._changed:
-            self._absent.offer = offer
+    def _keep(self, worker: int, offer: Offer) -> None:
+        with self._changed:  # the worker makes no step while it offers
+            self._absent.offer, self._absent.offered_at = offer, self._clocks.clock(worker)
             self._changed.notify_all()
 
     def give_state(self, worker: int, link: Link) -> None:
@@ -203,7 +201,7 @@ class ShardServices:
             raise RuntimeError(
                 f"worker {worker} was lost at a meeting of all ranks, so there is no state that it could resume from"
             )
-        return offer is not None and (waits or offer.clock >= self._clocks.clock(worker))
+        return offer is not None and (waits or self._absent.offered_at >= self._clocks.clock(worker))
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -282,36 +280,30 @@ class ShardServices:
 
     def _receive_gradient(self, link: Link, sparse_bytes: int) -> Tensor:
         if sparse_bytes:
-            message = torch.empty(sparse_bytes, dtype=torch.uint8)
-            link.receive(message, PAYLOAD).wait(COMING)
+            message = link.fetch(torch.empty(sparse_bytes, dtype=torch.uint8))
             return unpack_rows(message, self.shard.slices, self.shard.flat.dtype)
-        numel = self.shard.flat.numel()
         if self._codec is None:
-            gradient = torch.empty_like(self.shard.flat)
-            link.receive(gradient, PAYLOAD).wait(COMING)
-            return gradient
-        data = torch.empty(self._codec.row_bytes(numel), dtype=torch.uint8)
-        link.receive(data, PAYLOAD).wait(COMING)
+            return link.fetch(torch.empty_like(self.shard.flat))
+        numel = self.shard.flat.numel()
+        data = link.fetch(torch.empty(self._codec.row_bytes(numel), dtype=torch.uint8))
         return self._codec.decode(data[None], numel)[0]
 
     def _parts(self, link: Link, worker: int, request: Tensor) -> None:
         """Receive gradients in parts, during the worker's backward; no reply."""
         self._wait_for_parts(link)  # of a step that was skipped
-        gradient, parts = torch.zeros_like(self.shard.flat), self._plan.parts_of(self._number)
+        gradient, parts = torch.zeros_like(self.shard.flat), self._plan.parts[self._number]
         works = [
             link.receive(gradient[part.start : part.stop], PART + number)
             for number, part in enumerate(parts)
             if part.is_early
         ]
-        self._coming[link] = _PartialGradient(gradient, works)
+        self._coming[link] = gradient, works
 
     def _wait_for_parts(self, link: Link) -> Tensor | None:
-        coming = self._coming.pop(link, None)
-        if coming is None:
-            return None
-        for each in coming.works:
+        gradient, works = self._coming.pop(link, (None, []))
+        for each in works:
             each.wait(COMING)
-        return coming.gradient
+        return gradient
 
     def _receive_rest(self, link: Link, late_bytes: int, late: Sequence[int]) -> Tensor:
         """Return a gradient received in parts, completed by slices that were missing or changed since."""
@@ -323,9 +315,9 @@ class ShardServices:
         coming.wait(COMING)
         if late:
             pieces, targets = [self.shard.slices[each] for each in late], self.shard.split(gradient)
-            values = unpack_rows(message, pieces, gradient.dtype).split([piece.numel for piece in pieces])
-            for each, value in zip(late, values, strict=True):
-                targets[each].copy_(value.view(targets[each].shape))
+            values = unpack_rows(message, pieces, gradient.dtype)
+            for each, (piece, value) in zip(late, places(pieces, values), strict=True):
+                targets[each].copy_(value.view(piece.shape))
         return gradient
 
     def _push_together(self, link: Link, worker: int, request: Tensor, gradient: Tensor, step: StepRequest) -> None:
@@ -368,8 +360,7 @@ class ShardServices:
 
     def _rows(self, link: Link, worker: int, request: Tensor) -> None:
         with reading("a request for rows"):
-            wanted = torch.empty(whole(request, "bytes") // 8, dtype=torch.int64)
-        link.receive(wanted, PAYLOAD).wait(COMING)
+            wanted = link.fetch(torch.empty(whole(request, "bytes") // 8, dtype=torch.int64))
         with self._changed, reading("a request for rows"):
             rows = look_up(wanted, self.shard.split(self.shard.flat))
         self._reply(link, rows)
@@ -438,17 +429,14 @@ class ShardServices:
         self._reply(link)
 
     def _put(self, link: Link, worker: int, request: Tensor) -> None:
-        flat = torch.empty_like(self.shard.flat)
-        link.receive(flat, PAYLOAD).wait(COMING)
+        flat = link.fetch(torch.empty_like(self.shard.flat))
         with self._changed:
             if self._round.takes_values(worker):
                 self.shard.fill(flat)
         self._reply(link)
 
     def _offer(self, link: Link, worker: int, request: Tensor) -> None:
-        with self._changed:
-            clock = self._clocks.clock(worker)
-        self._keep(Offer.receive(clock, link))
+        self._keep(worker, Offer.receive(link))
         self._reply(link)
 
     def _traffic(self, link: Link, worker: int, request: Tensor) -> None:
@@ -463,10 +451,3 @@ class ShardServices:
             self._until(lambda: self._ballots > before)
             outcome = self._outcome
         self._reply(link, vote=outcome)
-
-
-class _PartialGradient(NamedTuple):
-    """Gradient received in parts."""
-
-    gradient: Tensor
-    works: list[wire.Sending]

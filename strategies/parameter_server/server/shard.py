@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,11 @@ from trainwright.strategies.parameter_server.server.sharder import (
     Slice,
     digest_of,
     parts_of,
+    places,
     share_out,
 )
+
+T = TypeVar("T")
 
 # Optimizers with element-wise updates, so that rows may be stepped separately.
 ELEMENTWISE = frozenset(
@@ -86,7 +89,8 @@ class ShardPlan:
         groups: group index of each.
         recipe: of the optimizer.
         held: slices of each server.
-        parts: of each server, messages sent separately, see ``parts``; empty: one message for all.
+        hyper: reads and writes options of the optimizer's groups.
+        parts: of each server, messages sent separately; empty: one message for all.
     """
 
     names: tuple[str, ...]
@@ -96,7 +100,7 @@ class ShardPlan:
     recipe: OptimizerRecipe
     held: tuple[tuple[Slice, ...], ...]
     hyper: GroupHyperParameters = field(compare=False, repr=False)
-    parts: tuple[tuple[ShardPart, ...], ...] = ()
+    parts: tuple[tuple[ShardPart, ...], ...]
 
     @classmethod
     def of(
@@ -126,19 +130,16 @@ class ShardPlan:
             recipe=recipe,
             held=tuple(map(tuple, held)),
             hyper=GroupHyperParameters(optimizer.param_groups),
+            parts=((),) * servers,
         )
 
     def in_parts(self, tables: Collection[int] = ()) -> ShardPlan:
         """Return the plan with parts, where a server holds enough for two; see :func:`parts_of`."""
         return replace(self, parts=tuple(parts_of(held, tables) for held in self.held))
 
-    def parts_of(self, server: int) -> tuple[ShardPart, ...]:
-        """Return the parts of a server; empty: one message for all."""
-        return self.parts[server] if self.parts else ()
-
     def pulled_parts(self, server: int) -> tuple[ShardPart, ...]:
         """Return the parts pulled separately from a server; at least one part."""
-        return self.parts_of(server) or (ShardPart(0, len(self.held[server]), 0, self.numel(server)),)
+        return self.parts[server] or (ShardPart(0, len(self.held[server]), 0, self.numel(server)),)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,12 +175,12 @@ class Shard:
         self.slices = plan.held[server]
         self.flat = torch.zeros(plan.numel(server), dtype=plan.dtype)
         """All parameters of the server, concatenated, as sent."""
-        self._views = self.split(self.flat)
+        views = self.split(self.flat)
+        # A parameter of the message dtype shares its memory; others are copies.
         self._parameters = [
-            # A parameter of the message dtype shares its memory.
-            nn.Parameter(view if plan.dtypes[piece.parameter] == plan.dtype else view.to(plan.dtypes[piece.parameter]))
-            for piece, view in zip(self.slices, self._views, strict=True)
+            nn.Parameter(view.to(plan.dtypes[piece.parameter])) for piece, view in zip(self.slices, views, strict=True)
         ]
+        self._copies = [(p, view) for p, view in zip(self._parameters, views, strict=True) if p.dtype != view.dtype]
         by_group: list[list[nn.Parameter]] = [[] for _ in plan.recipe.options]
         for piece, parameter in zip(self.slices, self._parameters, strict=True):
             by_group[plan.groups[piece.parameter]].append(parameter)
@@ -187,23 +188,21 @@ class Shard:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return views of a vector like :attr:`flat`, one per slice."""
-        parts = flat.split([piece.numel for piece in self.slices])
-        return [part.view(piece.shape) for part, piece in zip(parts, self.slices, strict=True)]
+        return [part.view(piece.shape) for piece, part in places(self.slices, flat)]
 
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes of parameters and optimizer state."""
         tensors = [v for state in self._optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-        own = sum(p.nbytes for p, view in zip(self._parameters, self._views, strict=True) if p.dtype != view.dtype)
-        return self.flat.nbytes + own, sum(tensor.nbytes for tensor in tensors)
+        copies = sum(parameter.nbytes for parameter, _ in self._copies)
+        return self.flat.nbytes + copies, sum(tensor.nbytes for tensor in tensors)
 
     @torch.no_grad()
     def fill(self, flat: Tensor) -> None:
         """Set the parameters."""
         self.flat.copy_(flat)
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.dtype != view.dtype:
-                parameter.copy_(view)
+        for parameter, view in self._copies:
+            parameter.copy_(view)
 
     @torch.no_grad()
     def step(self, gradient: Tensor, present: Sequence[bool], hyper: Tensor, lr_factor: float = 1.0) -> None:
@@ -224,21 +223,33 @@ class Shard:
             parameter.grad = part.to(parameter.dtype) if has else None
         with torch.enable_grad():  # as in user code
             self._optimizer.step()
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = None
-            if parameter.dtype != view.dtype:
-                view.copy_(parameter)
+        self._optimizer.zero_grad()
+        for parameter, view in self._copies:
+            view.copy_(parameter)
 
     def state(self) -> list[State]:
         """Return the optimizer state of each slice; empty where it has none."""
-        return [dict(self._optimizer.state.get(parameter, {})) for parameter in self._parameters]
+        return states_of(self._optimizer, self._parameters)
 
     def load(self, states: Sequence[State]) -> None:
         """Replace the optimizer state of each slice."""
         self._optimizer.state.clear()
-        for parameter, state in zip(self._parameters, states, strict=True):
-            if state:
-                self._optimizer.state[parameter] = dict(state)
+        put_states(self._optimizer, self._parameters, states)
+
+
+def states_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[State]:
+    """Return the optimizer states of parameters; empty where there is none."""
+    return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+
+
+def put_states(optimizer: Optimizer, parameters: Sequence[Tensor], states: Sequence[State]) -> None:
+    """Set the optimizer states of parameters, where there are any, on the devices of these."""
+    for parameter, state in zip(parameters, states, strict=True):
+        if state:
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
 
 
 def split_state(plan: ShardPlan, states: Sequence[State]) -> list[list[State]]:
@@ -256,21 +267,23 @@ def _rows(plan: ShardPlan, piece: Slice, state: State) -> State:
 
 def join_state(plan: ShardPlan, states: Sequence[Sequence[State]]) -> list[State]:
     """Join the states of slices, for each server, into those of whole parameters."""
-    parts: list[list[tuple[Slice, State]]] = [[] for _ in plan.names]
-    for held, of_server in zip(plan.held, states, strict=True):
-        for piece, state in zip(held, of_server, strict=True):
-            parts[piece.parameter].append((piece, state))
-    return [_joined(sorted(each, key=lambda pair: pair[0].start)) for each in parts]
+    return [_joined(sorted(each, key=lambda pair: pair[0].start)) for each in _by_parameter(plan, states)]
 
 
 def join_norms(plan: ShardPlan, norms: Sequence[Tensor]) -> Tensor:
     """Join the norms of slices, for each server, into those of whole parameters, without missing (negative) ones."""
-    parts: list[list[float]] = [[] for _ in plan.names]
-    for held, of_server in zip(plan.held, norms, strict=True):
-        for piece, norm in zip(held, of_server.tolist(), strict=True):
-            parts[piece.parameter].append(norm)
-    there = [each for each in parts if not each[0] < 0]
+    parts = _by_parameter(plan, [of_server.tolist() for of_server in norms])
+    there = [[norm for _, norm in each] for each in parts if not each[0][1] < 0]
     return torch.tensor([each[0] if len(each) == 1 else math.hypot(*each) for each in there], dtype=plan.dtype)
+
+
+def _by_parameter(plan: ShardPlan, values: Sequence[Sequence[T]]) -> list[list[tuple[Slice, T]]]:
+    """Return the slices of each parameter, with values that are given for each slice of each server."""
+    found: list[list[tuple[Slice, T]]] = [[] for _ in plan.names]
+    for held, of_server in zip(plan.held, values, strict=True):
+        for piece, value in zip(held, of_server, strict=True):
+            found[piece.parameter].append((piece, value))
+    return found
 
 
 def _joined(parts: list[tuple[Slice, State]]) -> State:

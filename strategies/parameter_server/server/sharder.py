@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 # Least number of elements of a part: shorter messages cost more than they hide.
 LEAST_NUMEL = 2**18
@@ -79,6 +81,11 @@ def _pieces(index: int, shape: Shape, share: int, whole: bool) -> list[Slice]:
     count = min(rows, -(-size // max(share, 1)))
     edges = [rows * part // count for part in range(count + 1)]
     return [Slice(index, a, b, (b - a, *shape[1:])) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def places(slices: Sequence[Slice], flat: Tensor) -> Iterator[tuple[Slice, Tensor]]:
+    """Yield each slice with its part of a vector of all of them, flat ``(piece.numel,)``."""
+    return zip(slices, flat.split([piece.numel for piece in slices]), strict=True)
 
 
 def digest_of(names: Sequence[str], shapes: Sequence[Shape], rest: str) -> int:

@@ -13,7 +13,7 @@ from trainwright.strategies.parameter_server.messages.wire import Device
 from trainwright.strategies.parameter_server.server.clocks import Rules
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
-from trainwright.strategies.parameter_server.server.shard import ShardPlan
+from trainwright.strategies.parameter_server.server.shard import ShardPlan, put_states, states_of
 from trainwright.strategies.parameter_server.tables.lookups import Lookups, has_standard_forward
 from trainwright.strategies.parameter_server.worker.client import Client
 
@@ -83,8 +83,7 @@ class ServedTables:
         """True if loaded values must be uploaded to servers."""
         names = {id(parameter): name for name, parameter in tables.items()}
         self.plan = ShardPlan.of(optimizer, names, servers, only=names)
-        by_name = dict(tables)
-        self.parameters = [by_name[name] for name in self.plan.names]
+        self.parameters = [tables[name] for name in self.plan.names]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._lookups = Lookups(module, self.parameters)
         self._device = device
@@ -118,7 +117,7 @@ class ServedTables:
     def upload(self, barrier: Callable[[], Any]) -> None:
         """Send the first rank's tables and loaded states to the servers. A collective."""
         if self.client.worker == 0:
-            self.client.load([dict(self.optimizer.state.get(parameter, {})) for parameter in self.parameters])
+            self.client.load(states_of(self.optimizer, self.parameters))
         self.outdated = False
         self._forget()
         barrier()  # no pull before the servers have them
@@ -155,20 +154,13 @@ class ServedTables:
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def _fetch(self) -> None:
-        if self._client is None or self.outdated:
-            return
-        for parameter, state in zip(self.parameters, self._client.state(), strict=True):
-            if state:
-                self.optimizer.state[parameter] = {
-                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in state.items()
-                }
+        if self._client is not None and not self.outdated:
+            put_states(self.optimizer, self.parameters, self._client.state())
 
     def _forget(self) -> None:
-        if self.outdated or self._client is None:
-            return
-        for parameter in self.parameters:
-            self.optimizer.state.pop(parameter, None)
+        if self._client is not None and not self.outdated:
+            for parameter in self.parameters:
+                self.optimizer.state.pop(parameter, None)
 
     def _reloaded(self) -> None:
         self.bring_back()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from trainwright.strategies.parameter_server.messages.requests import BYTES, Ope
 from trainwright.strategies.parameter_server.messages.wire import HEADER, PAYLOAD, Device, Link, Sending
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, join_norms, join_state, split_state
-from trainwright.strategies.parameter_server.server.sharder import Slice
+from trainwright.strategies.parameter_server.server.sharder import Slice, places
 from trainwright.strategies.parameter_server.worker.deferred_pull import DeferredPull, put_slices
 from trainwright.strategies.parameter_server.worker.overlapped_push import OverlappedPush, copy_slice, rows
 from trainwright.strategies.parameter_server.worker.rejoining import Offer
@@ -77,8 +76,7 @@ class Client:
         self.plan, self._parameters, self._codec = plan, list(parameters), codec
         self._meeting, self._device, self._tables = meeting, device, frozenset(tables)
         self._links: list[Link] = []
-        self._gradients = [torch.zeros(plan.numel(server), dtype=plan.dtype) for server in range(len(plan.held))]
-        self._pulled = [torch.empty_like(flat) for flat in self._gradients]
+        self.free()
         self.pushes_early = True
         """True if gradients may be pushed during backward; read by :meth:`connect`."""
         self._overlapped: OverlappedPush | None = None
@@ -106,9 +104,8 @@ class Client:
         hellos = {s: self._send(s, Operation.HELLO, digest=digest, proof=proof) for s, proof in enumerate(proofs)}
         replies = self._receive(hellos)
         if any(self.plan.parts) and self._codec is None and self.pushes_early:
-            self._overlapped = OverlappedPush(
-                self.plan, self._parameters, self._gradients, self._announce, self._send_part
-            )
+            announce = partial(self._send, operation=Operation.PARTS)
+            self._overlapped = OverlappedPush(self.plan, self._parameters, self._gradients, announce, self._send_part)
         if any(self.plan.parts) and self._module is not None:
             self._deferred = DeferredPull(
                 self.plan, self._parameters, self._pulled, self._module, self._links, self._versions
@@ -177,15 +174,13 @@ class Client:
         if self._deferred is not None:
             self._deferred.settle()
 
-    def watched(self) -> AbstractContextManager[Any]:
-        """Return a context that waits for each pending parameter on first use, and for all at its end."""
-        return nullcontext() if self._deferred is None or self._deferred.has_all else self._watch(self._deferred)
-
     @contextmanager
-    def _watch(self, late: DeferredPull) -> Iterator[None]:
-        with late.watch():
+    def watched(self) -> Iterator[None]:
+        """Wait for each pending parameter on first use in a ``with`` block, and for all at its end."""
+        late = self._deferred
+        with nullcontext() if late is None or late.has_all else late.watch():
             yield
-        late.settle()
+        self.settle()
 
     def push(self, hyper: Tensor) -> Tensor:
         """Push gradients; returns norms of their average. Must be followed by :meth:`step` with a coefficient.
@@ -208,7 +203,7 @@ class Client:
 
     def free(self) -> None:
         """Free message buffers, which are as large as all parameters, until the next use."""
-        self._gradients = [torch.zeros(self.plan.numel(s), dtype=self.plan.dtype) for s in range(len(self._pulled))]
+        self._gradients = [torch.zeros(self.plan.numel(s), dtype=self.plan.dtype) for s in range(len(self.plan.held))]
         self._pulled = [torch.empty_like(flat) for flat in self._gradients]
 
     def pull_rows(self, index: int, numbers: Tensor) -> Tensor:
@@ -269,7 +264,7 @@ class Client:
             content: complete, see ``complete`` of ``strategy.run_state``.
             step: optimizer steps done.
         """
-        offer = Offer.of(0, content, step)  # the server sets this worker's clock
+        offer = Offer.of(content, step)
         sent = self._send(0, Operation.OFFER)
         offer.give(self._links[0])
         self._receive({0: sent})
@@ -283,10 +278,6 @@ class Client:
         """Return the largest value of all workers, via the first server."""
         (reply,) = self._receive({0: self._send(0, Operation.VOTE, vote=value)})
         return wire.field(reply, "vote")
-
-    def _announce(self, server: int) -> Sending:
-        (sending,) = self._send(server, Operation.PARTS)
-        return sending
 
     def _send_part(self, server: int, part: Tensor, tag: int) -> Sending:
         self.sent_bytes += part.nbytes
@@ -324,7 +315,10 @@ class Client:
         rows = self._gather(held, flat)
         if any(each is not None for each in rows):
             return sparse_rows.pack_rows(flat, held, rows), True
-        return self._written(server, flat), False
+        if self._codec is None:
+            return flat, False
+        assert self.residuals is not None
+        return encode_with_feedback(self._codec, flat[None], self.residuals[server][None])[0], False
 
     def _rest_message(self, pieces: Sequence[Slice], flat: Tensor) -> Tensor:
         """Return the gradients that follow those sent during backward."""
@@ -336,13 +330,11 @@ class Client:
     def _gather(self, pieces: Sequence[Slice], flat: Tensor) -> list[sparse_rows.Rows | None]:
         """Copy gradients of slices into ``flat``; returns sparse rows where these are shorter."""
         touched: list[sparse_rows.Rows | None] = []
-        position = 0
-        for piece in pieces:
+        for piece, place in places(pieces, flat):
             gradient = self._parameters[piece.parameter].grad
             touched.append(self._few_rows(gradient, piece))
             if touched[-1] is None:
-                copy_slice(gradient, piece, flat[position : position + piece.numel])
-            position += piece.numel
+                copy_slice(gradient, piece, place)
         return touched
 
     def _few_rows(self, gradient: Tensor | None, piece: Slice) -> sparse_rows.Rows | None:
@@ -352,19 +344,11 @@ class Client:
             return None
         return sparse_rows.touched_rows(gradient, piece)
 
-    def _written(self, server: int, flat: Tensor) -> Tensor:
-        if self._codec is None:
-            return flat
-        assert self.residuals is not None
-        return encode_with_feedback(self._codec, flat[None], self.residuals[server][None])[0]
-
     def _take(self, into: Sequence[Tensor] | None = None) -> None:
         """Copy pulled values into parameters."""
+        parameters, versions = (self._parameters, self._versions) if into is None else (into, None)
         for held, flat in zip(self.plan.held, self._pulled, strict=True):
-            if into is None:
-                put_slices(held, flat, self._parameters, self._versions)
-            else:
-                put_slices(held, flat, into)
+            put_slices(held, flat, parameters, versions)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
@@ -372,8 +356,7 @@ class Client:
         """Return the optimizer state of every parameter, whole, in plan order."""
         states = []
         for server, reply in enumerate(self._receive(self._send_all(Operation.STATE))):
-            data = torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8)
-            self._links[server].receive(data, BYTES).wait()
+            data = self._links[server].fetch(torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8), BYTES)
             states.append(unpack(data, int(wire.field(reply, "text"))))
         return join_state(self.plan, states)
 
@@ -405,16 +388,13 @@ class Client:
         return all(
             _are_equal(value.view(piece.shape), rows(self._parameters[piece.parameter].detach(), piece))
             for held, flat in zip(self.plan.held, self._pulled, strict=True)
-            for piece, value in zip(held, flat.split([piece.numel for piece in held]), strict=True)
+            for piece, value in places(held, flat)
         )
 
     def _own_values(self, server: int) -> Tensor:
-        flat, position = self._pulled[server], 0
-        for piece in self.plan.held[server]:
-            parameter = self._parameters[piece.parameter].detach()
-            copy_slice(parameter, piece, flat[position : position + piece.numel])
-            position += piece.numel
-        return flat
+        for piece, place in places(self.plan.held[server], self._pulled[server]):
+            copy_slice(self._parameters[piece.parameter].detach(), piece, place)
+        return self._pulled[server]
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -460,8 +440,7 @@ class Client:
     def _refuse_ended(self, server: int, reply: Tensor) -> None:
         if int(wire.field(reply, "operation")) == Status.OK:
             return
-        text = torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8)
-        self._links[server].receive(text, BYTES).wait()
+        text = self._links[server].fetch(torch.empty(int(wire.field(reply, "bytes")), dtype=torch.uint8), BYTES)
         raise self._lost(server, bytes(text.numpy()).decode())
 
     def _lost(self, server: int, why: str) -> ServerGoneError:

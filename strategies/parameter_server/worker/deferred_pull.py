@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from trainwright.strategies.parameter_server.messages.wire import PART, Link, Sending
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
-from trainwright.strategies.parameter_server.server.sharder import Slice
+from trainwright.strategies.parameter_server.server.sharder import Slice, places
 
 # References to a parameter's storage: its own and the query's.
 _ALONE = 2
-
-
-class _PendingPart(NamedTuple):
-    """Pending part."""
-
-    sending: Sending
-    slices: Sequence[Slice]
-    values: Tensor
 
 
 class DeferredPull:
@@ -51,7 +43,7 @@ class DeferredPull:
     ) -> None:
         self._plan, self._parameters, self._flats, self._links = plan, parameters, flats, links
         self._versions = versions
-        self._pending: dict[tuple[int, int], _PendingPart] = {}
+        self._pending: dict[tuple[int, int], Sending] = {}  # by server and part
         self._keys: dict[int, list[tuple[int, int]]] = {}
         for server, held in enumerate(plan.held):
             for number, part in enumerate(plan.pulled_parts(server)):
@@ -79,9 +71,7 @@ class DeferredPull:
         for server, flat in enumerate(self._flats):
             for number, part in enumerate(self._plan.pulled_parts(server)):
                 values = flat[part.start : part.stop]
-                slices = [self._plan.held[server][each] for each in part.slices]
-                sending = self._links[server].receive(values, PART + number)
-                self._pending[server, number] = _PendingPart(sending, slices, values)
+                self._pending[server, number] = self._links[server].receive(values, PART + number)
 
     def take(self, parameter: int) -> None:
         """Wait for the parts of a parameter, by ``id``."""
@@ -95,11 +85,13 @@ class DeferredPull:
 
     @torch.no_grad()
     def _take(self, key: tuple[int, int]) -> None:
-        coming = self._pending.pop(key, None)
-        if coming is None:
+        sending = self._pending.pop(key, None)
+        if sending is None:
             return
-        coming.sending.wait()
-        put_slices(coming.slices, coming.values, self._parameters, self._versions)
+        sending.wait()
+        server, part = key[0], self._plan.pulled_parts(key[0])[key[1]]
+        values = self._flats[server][part.start : part.stop]
+        put_slices(self._plan.held[server][part.first : part.last], values, self._parameters, self._versions)
 
     def watch(self) -> TorchFunctionMode:
         """Return a context in which torch functions wait for pending parameters among their arguments."""
@@ -153,7 +145,7 @@ def put_slices(
     slices: Sequence[Slice], values: Tensor, parameters: Sequence[Tensor], versions: dict[int, int] | None = None
 ) -> None:
     """Copy concatenated values of slices into parameters, whose versions after it go into ``versions``, by index."""
-    for piece, value in zip(slices, values.split([piece.numel for piece in slices]), strict=True):
+    for piece, value in places(slices, values):
         parameter = parameters[piece.parameter]
         target = parameter[piece.start : piece.stop] if parameter.dim() else parameter
         target.copy_(value.view(piece.shape))

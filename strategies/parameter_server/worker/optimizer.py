@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from trainwright.strategies.base.whole.tables import UnreadableState
 from trainwright.strategies.contract.gradients import refuse_nonfinite
 from trainwright.strategies.contract.precision import AgreedGradScaler
-from trainwright.strategies.parameter_server.messages.packing import State
-from trainwright.strategies.parameter_server.server.shard import ShardPlan
+from trainwright.strategies.parameter_server.server.shard import ShardPlan, put_states, states_of
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.written import WrittenParameters
 
@@ -91,7 +90,7 @@ class ServedOptimizer(Optimizer):
 
     def upload(self) -> None:
         """Send this rank's parameters and loaded state to the servers."""
-        self.client.load(self._states())
+        self.client.load(states_of(self.optimizer, self.parameters))
 
     def forget_state(self) -> None:
         """Clear the local state, which the servers have."""
@@ -107,19 +106,10 @@ class ServedOptimizer(Optimizer):
         """End serving; the state that servers had is unknown unless it was fetched."""
         self._client = None
 
-    def _states(self) -> list[State]:
-        return [dict(self.optimizer.state.get(parameter, {})) for parameter in self.parameters]
-
     def _fetch(self) -> None:
-        if self._client is None or self.outdated or self.skips_state:
-            return
-        self.optimizer.state.clear()
-        for parameter, state in zip(self.parameters, self._client.state(), strict=True):
-            if state:
-                self.optimizer.state[parameter] = {
-                    key: value.to(parameter.device) if _is_like(value, parameter) else value
-                    for key, value in state.items()
-                }
+        if self._client is not None and not self.outdated and not self.skips_state:
+            self.optimizer.state.clear()
+            put_states(self.optimizer, self.parameters, self._client.state())
 
     # ---- what the Trainer calls -------------------------------------------------------------------------------------
 
@@ -224,7 +214,3 @@ class ServedClipping:
             flag = flag.new_tensor(self._served.client.vote(float(flag)))
         self._overflows = bool(flag)
         return flag
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.strategies.parameter_server.messages.wire import PART, Sending
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
-from trainwright.strategies.parameter_server.server.sharder import Slice
+from trainwright.strategies.parameter_server.server.sharder import Slice, places
 
 # Consecutive steps with changed gradients after which pushes during backward stop: they are sent twice.
 _PATIENCE = 3
@@ -32,7 +32,7 @@ class OverlappedPush:
         plan: ShardPlan,
         parameters: Sequence[Tensor],
         flats: Sequence[Tensor],
-        announce: Callable[[int], Sending],
+        announce: Callable[[int], Sequence[Sending]],
         send: Callable[[int, Tensor, int], Sending],
     ) -> None:
         self._plan, self._parameters, self._flats = plan, parameters, flats
@@ -40,7 +40,7 @@ class OverlappedPush:
         self._runs = False
         self._missing: dict[tuple[int, int], set[int]] = {}
         self._sent: dict[int, dict[int, Sending]] = {}  # of each announced server, its parts
-        self._announced: dict[int, Sending] = {}
+        self._announced: dict[int, Sequence[Sending]] = {}
         self._resent_steps = 0
         self._changed = False
         self._parts: dict[int, list[tuple[int, int]]] = {}
@@ -67,7 +67,7 @@ class OverlappedPush:
     def begin(self) -> None:
         """Start; the next backward is the last of a step."""
         for server, sent in self._sent.items():  # of a skipped step
-            for each in (self._announced[server], *sent.values(), *self._send_others(server, sent).values()):
+            for each in (*self._announced[server], *sent.values(), *self._send_others(server, sent).values()):
                 each.wait()
         self._resent_steps = self._resent_steps + 1 if self._changed else 0
         self._sent, self._announced, self._changed = {}, {}, False
@@ -99,13 +99,11 @@ class OverlappedPush:
         self._sent[server][number] = self._send_part(server, number)
 
     def _send_part(self, server: int, number: int) -> Sending:
-        part, flat = self._plan.parts[server][number], self._flats[server]
-        position = part.start
-        for each in part.slices:
-            piece = self._plan.held[server][each]
-            copy_slice(self._parameters[piece.parameter].grad, piece, flat[position : position + piece.numel])
-            position += piece.numel
-        return self._send(server, flat[part.start : part.stop], PART + number)
+        part = self._plan.parts[server][number]
+        held, values = self._plan.held[server][part.first : part.last], self._flats[server][part.start : part.stop]
+        for piece, place in places(held, values):
+            copy_slice(self._parameters[piece.parameter].grad, piece, place)
+        return self._send(server, values, PART + number)
 
     def _send_others(self, server: int, sent: dict[int, Sending]) -> dict[int, Sending]:
         """Send the parts that were not ready."""
@@ -126,17 +124,15 @@ class OverlappedPush:
         others = self._send_others(server, sent)
         numbers = (number for number in range(len(self._plan.parts[server])) if number not in others)
         late = [each for number in numbers for each in self._late(server, number)]
-        return [self._announced.pop(server), *sent.values(), *others.values()], late
+        return [*self._announced.pop(server), *sent.values(), *others.values()], late
 
     def _late(self, server: int, number: int) -> list[int]:
-        part, position = self._plan.parts[server][number], self._plan.parts[server][number].start
+        part = self._plan.parts[server][number]
+        held, values = self._plan.held[server][part.first : part.last], self._flats[server][part.start : part.stop]
         found = []
-        for each in part.slices:
-            piece = self._plan.held[server][each]
+        for each, (piece, was) in zip(part.slices, places(held, values), strict=True):
             gradient = self._parameters[piece.parameter].grad
-            was = self._flats[server][position : position + piece.numel]
-            position += piece.numel
-            if gradient is not None if not part.is_early else _differs(gradient, piece, was):
+            if _differs(gradient, piece, was) if part.is_early else gradient is not None:
                 found.append(each)
         self._changed |= bool(found) and part.is_early
         return found

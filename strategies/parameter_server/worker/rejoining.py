@@ -28,7 +28,7 @@ from trainwright.checkpoint.memory.transfer import mark_transferred
 from trainwright.checkpoint.write.save import Content
 from trainwright.checkpoint.write.staging import Staging
 from trainwright.strategies.contract.groups import destroy_groups
-from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PAYLOAD, Device, Link, reading
+from trainwright.strategies.parameter_server.messages.wire import HEADER, PAYLOAD, Device, Link, reading
 from trainwright.strategies.parameter_server.options import INCARNATION
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 
@@ -36,7 +36,6 @@ from trainwright.strategies.parameter_server.server.rendezvous import ServerRend
 _PART = 0.005
 # Key of the current rendezvous prefix in the run's store.
 _PLACE = "parameter_server/place"
-_LENGTHS = 2
 # Phase at the start of a micro-batch.
 _STEP_BEGINS = "data"
 
@@ -55,36 +54,36 @@ class Offer:
     """Copy of the first rank's state of the run.
 
     Args:
-        clock: steps made by its worker.
         header: everything but tensors, as bytes.
         block: the tensors' memory.
     """
 
-    clock: int
     header: Tensor
     block: Tensor
 
     @classmethod
-    def of(cls, clock: int, content: Content, step: int) -> Offer:
+    def of(cls, content: Content, step: int) -> Offer:
         """Copy the state of a rank.
 
         Args:
-            clock: steps made by its worker.
             content: complete, see ``complete`` of ``strategy.run_state``.
             step: optimizer steps done.
         """
         staged = Staging().stage(content.tensors)  # new memory: an earlier offer may be in flight
         staged.wait()
-        return cls(clock, pack(content, staged.slots, step), staged.block)
+        return cls(pack(content, staged.slots, step), staged.block)
 
     @classmethod
-    def receive(cls, clock: int, link: Link) -> Offer:
-        """Receive the message of :meth:`give` from a worker at this clock.
+    def receive(cls, link: Link) -> Offer:
+        """Receive the message of :meth:`give`.
 
         Raises:
             LinkError: if the other end is gone.
         """
-        return cls(clock, *_received(link))
+        lengths = link.fetch(torch.empty(2, dtype=torch.float64), HEADER)
+        with reading("the size of a state"):
+            header, block = (torch.empty(int(length), dtype=torch.uint8) for length in lengths)
+        return cls(link.fetch(header), link.fetch(block))
 
     def give(self, link: Link) -> None:
         """Send the offer.
@@ -106,19 +105,10 @@ def take(meeting: ServerRendezvous, worker: int, device: Device) -> Snapshot:
     """
     link = Link(meeting.client(), meeting.announce(0, worker, wants_state=True), False, device)
     try:
-        return mark_transferred(unpack(*_received(link)))
+        offer = Offer.receive(link)
+        return mark_transferred(unpack(offer.header, offer.block))
     finally:
         link.close()
-
-
-def _received(link: Link) -> tuple[Tensor, Tensor]:
-    lengths = torch.empty(_LENGTHS, dtype=torch.float64)
-    link.receive(lengths, HEADER).wait(COMING)
-    with reading("the size of a state"):
-        head, block = (torch.empty(int(length), dtype=torch.uint8) for length in lengths)
-    for part in (head, block):
-        link.receive(part, PAYLOAD).wait(COMING)
-    return head, block
 
 
 def keep_offering(trainer: Any, keeper: Any, state: Callable[[], Content]) -> Callable[[str], None]:
@@ -165,6 +155,8 @@ class LostWorkers:
         """Number of rejoined workers."""
         self.offer: Offer | None = None
         """State for rejoining workers; on the first server only."""
+        self.offered_at = 0
+        """Clock of the worker that made it."""
 
     @property
     def any_lost(self) -> bool:

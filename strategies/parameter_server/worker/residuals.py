@@ -22,74 +22,17 @@ from trainwright.strategies.state.rank_state import COMPRESSION, NOTHING_KEPT, K
 PUSHES = "pushes"
 
 
-class PushResiduals:
-    """Compression residuals of one worker's pushes.
-
-    Args:
-        compression: of pushes; ``None``: no residuals.
-    """
-
-    def __init__(self, compression: CompressionChoice | None) -> None:
-        self._compression = compression
-        self._loaded: tuple[dict[str, Tensor], int] | None = None  # residuals by server, and digest of their plan
-
-    @property
-    def left_behind(self) -> dict[str, str] | None:
-        """Entry of a run state for strategies that cannot read residuals; ``None``: none."""
-        return None if self._compression is None else {"of": PUSHES, "text": _unpushed(self._compression.name)}
-
-    def kept_back(self, client: Client) -> KeptBack:
-        """Return the residuals for a run state."""
-        if self._compression is None or client.residuals is None:
-            return NOTHING_KEPT
-        of_rank = {f"{PUSHES}/{server}": residual for server, residual in enumerate(client.residuals)}
-        about = {"name": self._compression.name, "steps": 0, "kinds": [], PUSHES: client.plan.served}
-        return KeptBack({}, of_rank, about)
-
-    def load(self, state: RunState | SnapshotReader, saved: Mapping[str, Any], rank: int | None) -> None:
-        """Read a worker's residuals, to be restored once there is a client.
-
-        Args:
-            state: saved state.
-            saved: its metadata of compression.
-            rank: of the worker; ``None``: other workers, so that nothing is read.
-        """
-        if self._compression is None or PUSHES not in saved or rank is None:
-            self._log_dropped(saved)
-        else:
-            self._loaded = of_rank(state, rank, f"{PUSHES}/"), saved[PUSHES]
-
-    def take_up(self, client: Client) -> None:
-        """Restore loaded residuals, if servers hold the same slices."""
-        if self._loaded is None:
-            return
-        (residuals, served), self._loaded = self._loaded, None
-        assert self._compression is not None
-        assert client.residuals is not None
-        if served != client.plan.served:
-            self._log_dropped({"name": self._compression.name, PUSHES: served})
-            return
-        for server, residual in enumerate(client.residuals):
-            residual.copy_(residuals[str(server)])
-
-    @staticmethod
-    def _log_dropped(saved: Mapping[str, Any]) -> None:
-        if PUSHES in saved:
-            rank_zero_warn(f"Resumed with other workers, servers or compression: {_unpushed(saved['name'])}.")
-        elif saved["kinds"]:
-            rank_zero_info(f"The residual of compression={saved['name']} on averaged gradients is dropped.")
-
-
 class PushedAverages(Averaging):
     """Averages made by servers, with residuals of pushes; made by workers before where hooks read gradients.
 
     Args:
         strategy: of parameter servers.
-        residuals: of its worker.
+        pushed: compression of pushes; ``None``: no residuals.
     """
 
-    def __init__(self, strategy: Any, residuals: PushResiduals) -> None:
-        self._strategy, self._residuals = strategy, residuals
+    def __init__(self, strategy: Any, pushed: CompressionChoice | None) -> None:
+        self._strategy, self._pushed = strategy, pushed
+        self._loaded: tuple[dict[str, Tensor], int] | None = None  # residuals by server, and digest of their plan
 
     @property
     def runs(self) -> bool:  # type: ignore[override]
@@ -106,20 +49,53 @@ class PushedAverages(Averaging):
             if parameter.grad is not None:
                 parameter.grad /= self._strategy.world_size
 
+    # ---- residuals --------------------------------------------------------------------------------------------------
+
+    @property
+    def left_behind(self) -> dict[str, str] | None:
+        """Entry of a run state for strategies that cannot read residuals; ``None``: none."""
+        return None if self._pushed is None else {"of": PUSHES, "text": _unpushed(self._pushed.name)}
+
     def kept_back(self, complete: bool) -> KeptBack:
-        client, is_apart = self._strategy.client, self._strategy.peers.is_apart
-        return NOTHING_KEPT if client is None or is_apart else self._residuals.kept_back(client)
+        client = self._strategy.client
+        if client is None or self._strategy.peers.is_apart or self._pushed is None:
+            return NOTHING_KEPT
+        of_rank = {f"{PUSHES}/{server}": residual for server, residual in enumerate(client.residuals)}
+        about = {"name": self._pushed.name, "steps": 0, "kinds": [], PUSHES: client.plan.served}
+        return KeptBack({}, of_rank, about)
 
     def keep_back(self, state: RunState | SnapshotReader, of_run: Mapping[str, Any]) -> None:
+        """See the base class; residuals of other workers are dropped."""
         strategy, saved = self._strategy, of_run.get(COMPRESSION)
         if saved is None or strategy.traits.joins:
             return
-        rank: int | None = None
-        if Layout(**of_run["layout"]) == strategy.layout:
-            rank = rank_of(state) if isinstance(state, SnapshotReader) else strategy._rank
-        self._residuals.load(state, saved, rank)
+        if self._pushed is None or PUSHES not in saved or Layout(**of_run["layout"]) != strategy.layout:
+            self._log_dropped(saved)
+            return
+        rank = rank_of(state) if isinstance(state, SnapshotReader) else strategy._rank
+        self._loaded = of_rank(state, rank, f"{PUSHES}/"), saved[PUSHES]
         if strategy.client is not None:  # rolled back within a run
-            self._residuals.take_up(strategy.client)
+            self.take_up(strategy.client)
+
+    def take_up(self, client: Client) -> None:
+        """Restore loaded residuals, if servers hold the same slices."""
+        if self._loaded is None:
+            return
+        (residuals, served), self._loaded = self._loaded, None
+        assert self._pushed is not None
+        assert client.residuals is not None
+        if served != client.plan.served:
+            self._log_dropped({"name": self._pushed.name, PUSHES: served})
+            return
+        for server, residual in enumerate(client.residuals):
+            residual.copy_(residuals[str(server)])
+
+    @staticmethod
+    def _log_dropped(saved: Mapping[str, Any]) -> None:
+        if PUSHES in saved:
+            rank_zero_warn(f"Resumed with other workers, servers or compression: {_unpushed(saved['name'])}.")
+        elif saved["kinds"]:
+            rank_zero_info(f"The residual of compression={saved['name']} on averaged gradients is dropped.")
 
 
 def _unpushed(name: str) -> str:

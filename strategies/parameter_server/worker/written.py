@@ -45,13 +45,10 @@ class WrittenParameters:
                 "A hook or training_step has written parameters, which parameter servers hold and step for other "
                 "workers too, so the written values would be lost. Type strategy.consistency=sync, or strategy=ddp."
             )
-        self._warn()
-        self._client.put()
-
-    def _warn(self) -> None:
         if not self._has_warned:
-            self._has_warned, self._always = True, True
+            self._has_warned = self._always = True
             rank_zero_warn(
                 "Hooks or training_step write parameters, which parameter servers hold: they are sent to the servers "
                 "in each such step. strategy=ddp does without."
             )
+        self._client.put()
