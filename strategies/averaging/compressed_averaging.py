@@ -30,14 +30,7 @@ from trainwright.strategies.averaging.compression.replica_average import Replica
 from trainwright.strategies.contract.part import Host
 from trainwright.strategies.contract.precision import before_update, takes_before_update
 from trainwright.strategies.state.placement import Placement
-from trainwright.strategies.state.rank_state import (
-    COMPRESSION,
-    OF_REPLICA,
-    KeptBack,
-    is_transferred,
-    of_rank,
-    rank_of,
-)
+from trainwright.strategies.state.rank_state import COMPRESSION, OF_REPLICA, KeptBack, is_transferred, of_rank, rank_of
 from trainwright.strategies.state.run_state import read_into
 from trainwright.strategies.state.shards import spread_like
 
@@ -147,7 +140,7 @@ class CompressedAverage:
         self._update_parts()
         replica = self._strategy.layout.coordinates(self._strategy._rank)["replicate"]
         tensors, kinds = {}, set()
-        for part, kind, value in average.kept_back():
+        for part, kind, value in (kept for bucket in average.buckets for kept in bucket.kept_back()):
             kinds.add(kind)
             if complete or placement.writes(part.name, True):
                 key = _key(replica, kind, part.name)
@@ -186,35 +179,26 @@ class CompressedAverage:
 
     def _put_back(self, state: RunState | SnapshotReader, was: Layout, kinds: Sequence[str]) -> str:
         """Restore the residual from a state; returns a message for the log."""
-        layout = self._strategy.layout
-        as_it_was = "each rank resumes with its residual."
+        layout, rank = self._strategy.layout, self._strategy._rank
         if isinstance(state, SnapshotReader):
             if is_transferred(state):
                 return "a replica that joins starts without a residual."
             rank = rank_of(state)
+        if was == layout:
+            for kind in kinds:
+                self.replicas.keep_back(kind, self._read(state, was.coordinates(rank)["replicate"], kind))
+            self.replicas.load_bucket_states(of_rank(state, rank, OF_REPLICA))
+            return "each rank resumes with its residual."
+        if isinstance(state, SnapshotReader):
+            # It has no other replica's residual; each rank knows its own chunk's for all.
             own = was.coordinates(rank)["replicate"]
-            if was == layout:
-                self._restore_unchanged(state, own, rank, kinds)
-                return as_it_was
-            # A snapshot has no other replica's residual; each rank knows its own chunk's for all.
             self._restore_folded(state, [own], kinds, weights=(1.0, float(layout.replicate)))
             return f"replicas changed from {was.replicate} to {layout.replicate}; each resumes with its own residual."
-        if was == layout:
-            own = was.coordinates(self._strategy._rank)["replicate"]
-            self._restore_unchanged(state, own, self._strategy._rank, kinds)
-            return as_it_was
         self._restore_folded(state, range(was.replicate), kinds, weights=(1 / was.replicate, 1.0))
         return (
             f"the residual of {was.replicate} replica(s) under another layout is folded: each of {layout.replicate} "
             "resumes with the mean, and per-bucket state starts anew."
         )
-
-    def _restore_unchanged(
-        self, state: RunState | SnapshotReader, replica: int, rank: int, kinds: Sequence[str]
-    ) -> None:
-        for kind in kinds:
-            self.replicas.keep_back(kind, self._read(state, replica, kind))
-        self.replicas.load_bucket_states(of_rank(state, rank, OF_REPLICA))
 
     def _restore_folded(
         self,
@@ -236,7 +220,7 @@ class CompressedAverage:
         """Return this rank's part of a replica's residual, by parameter name."""
         known = state.keys()
         boxes, stored, values = {}, {}, {}
-        for part in self.replicas.parts():
+        for part in (part for bucket in self.replicas.buckets for part in bucket.parts):
             key = _key(replica, kind, part.name)
             if key in known:
                 value = torch.zeros(part.local.shape, device=self._strategy.root_device)

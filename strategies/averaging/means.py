@@ -15,14 +15,13 @@ The hierarchical mean follows BlueConnect (Cho et al., MLSys 2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.strategies.averaging.background import Background
-from trainwright.strategies.averaging.compression.buckets import BUCKET_BYTES, ReplicaPart
-from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.collectives.flat import all_gather, reduce_scatter
 from trainwright.strategies.contract.communication.options import ALL_REDUCE, HIERARCHICAL, IN_PARTS
 from trainwright.strategies.contract.groups import new_subgroup
@@ -31,60 +30,42 @@ Mean = Callable[[Tensor], None]
 """In-place mean of a flat tensor over ranks; a collective, with tensors of equal size."""
 
 
-class AllReduceMean:
-    """Mean by one all-reduce.
-
-    Args:
-        group: process group; ``None``: all ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-
-    def __call__(self, flat: Tensor) -> None:
-        dist.all_reduce(flat, group=self._group)
-        flat /= dist.get_world_size(self._group)
+def _all_reduce_mean(flat: Tensor, group: dist.ProcessGroup | None) -> None:
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
 
 
-class ScatterGatherMean:
-    """Mean by reduce-scatter and all-gather, optionally with an all-reduce across nodes in between.
+def _scatter_gather_mean(
+    flat: Tensor, group: dist.ProcessGroup | None, across: dist.ProcessGroup | None = None
+) -> None:
+    """Replace a tensor by its mean over a group, and over those of other nodes that reduce the same part, if any."""
+    parts = dist.get_world_size(group)
+    own = _scattered(flat, group, parts)
+    if across is not None:
+        dist.all_reduce(own, group=across)
+    own /= parts * (1 if across is None else dist.get_world_size(across))
+    is_even = own.numel() * parts == flat.numel()
+    whole = flat if is_even else own.new_empty(own.numel() * parts)
+    all_gather(whole, own, group=group)
+    if not is_even:
+        flat.copy_(whole[: flat.numel()])
 
-    Args:
-        group: process group; ``None``: all ranks.
-        across: ranks of other nodes that reduce the same part; ``None``: single level.
-    """
 
-    def __init__(self, group: dist.ProcessGroup | None, across: dist.ProcessGroup | None = None) -> None:
-        self._group, self._across = group, across
-        self._parts = dist.get_world_size(group)
-        self._ranks = self._parts * (1 if across is None else dist.get_world_size(across))
-
-    def __call__(self, flat: Tensor) -> None:
-        own = self._scattered(flat)
-        if self._across is not None:
-            dist.all_reduce(own, group=self._across)
-        own /= self._ranks
-        is_even = own.numel() * self._parts == flat.numel()
-        whole = flat if is_even else own.new_empty(own.numel() * self._parts)
-        all_gather(whole, own, group=self._group)
-        if not is_even:
-            flat.copy_(whole[: flat.numel()])
-
-    def _scattered(self, flat: Tensor) -> Tensor:
-        """Return this rank's part of the sum, zero-padded to equal parts."""
-        missing = -flat.numel() % self._parts
-        given = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
-        if flat.device.type == "cpu":
-            # gloo's reduce-scatter is a full all-reduce; an all-to-all sends half of that.
-            received = torch.empty_like(given)
-            dist.all_to_all_single(received, given, group=self._group)
-            rows: list[Tensor] = list(received.view(self._parts, -1))
-            for row in rows[1:]:
-                rows[0] += row
-            return rows[0]
-        own = given.new_empty(given.numel() // self._parts)
-        reduce_scatter(own, given, group=self._group)
-        return own
+def _scattered(flat: Tensor, group: dist.ProcessGroup | None, parts: int) -> Tensor:
+    """Return this rank's part of the sum, zero-padded to equal parts."""
+    missing = -flat.numel() % parts
+    given = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+    if flat.device.type == "cpu":
+        # gloo's reduce-scatter is a full all-reduce; an all-to-all sends half of that.
+        received = torch.empty_like(given)
+        dist.all_to_all_single(received, given, group=group)
+        rows: list[Tensor] = list(received.view(parts, -1))
+        for row in rows[1:]:
+            rows[0] += row
+        return rows[0]
+    own = given.new_empty(given.numel() // parts)
+    reduce_scatter(own, given, group=group)
+    return own
 
 
 class ReplicaMeans:
@@ -119,9 +100,10 @@ class ReplicaMeans:
     def by(self, way: str) -> Mean:
         """Return the mean computed by one of :attr:`ways`. A collective of all ranks."""
         if way == HIERARCHICAL:
-            return ScatterGatherMean(self._group("within", self._within), self._group("across", self._across))
-        group = self._group("all", self._groups)
-        return AllReduceMean(group) if way == ALL_REDUCE else ScatterGatherMean(group)
+            within, across = self._group("within", self._within), self._group("across", self._across)
+            return partial(_scatter_gather_mean, group=within, across=across)
+        mean = _all_reduce_mean if way == ALL_REDUCE else _scatter_gather_mean
+        return partial(mean, group=self._group("all", self._groups))
 
     @property
     def _within(self) -> list[list[int]]:
@@ -137,35 +119,6 @@ class ReplicaMeans:
             # Always a new group: collectives in a background thread must not interleave with others.
             self._made[name] = new_subgroup(lists)
         return self._made[name]
-
-
-class BucketedMean:
-    """Mean of the locally optimized parts of parameters over replicas, bucket by bucket.
-
-    Args:
-        mean: over the replicas.
-        device: that communicates; parts may be offloaded to another.
-    """
-
-    def __init__(self, mean: Mean, device: torch.device) -> None:
-        self._mean, self._device = mean, device
-
-    @torch.no_grad()
-    def average(self, parts: Sequence[ReplicaPart]) -> None:
-        """Average gradients in place, leaving out parts that have none on any rank. A collective."""
-        found = [(part.bucket_tag, part.gradient) for part in parts if part.gradient is not None]
-        buckets = bucketed(
-            ((tag, gradient) for tag, gradient in found if gradient.numel()),
-            lambda each: (each[0], each[1].dtype),
-            lambda each: each[1].nbytes,
-            BUCKET_BYTES,
-        )
-        for bucket in buckets:
-            gradients = [gradient for _, gradient in bucket]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._device)
-            self._mean(flat)
-            for gradient, piece in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-                gradient.copy_(piece.view(gradient.shape))
 
 
 class OverlappedMean:

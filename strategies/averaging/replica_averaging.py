@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -14,10 +15,12 @@ from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.compressed_averaging import Averaged, CompressedAverage
-from trainwright.strategies.averaging.compression.names import compressor_names, make_compressor
-from trainwright.strategies.averaging.compression.options import CompressionChoice, choose_compression
-from trainwright.strategies.averaging.means import BucketedMean, OverlappedMean, ReplicaMeans
+from trainwright.strategies.averaging.compression.buckets import BUCKET_BYTES
+from trainwright.strategies.averaging.compression.names import make_compressor
+from trainwright.strategies.averaging.compression.options import CompressionChoice, choose_compression, compressor_names
+from trainwright.strategies.averaging.means import Mean, OverlappedMean, ReplicaMeans
 from trainwright.strategies.averaging.options import AveragedOptions
+from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.communication.advice import (
     Advice,
     MeasuredLink,
@@ -26,12 +29,7 @@ from trainwright.strategies.contract.communication.advice import (
     advise,
     fastest_way,
 )
-from trainwright.strategies.contract.communication.options import (
-    ALL_REDUCE,
-    OFF,
-    average_misfits,
-    copies_of_a_node,
-)
+from trainwright.strategies.contract.communication.options import ALL_REDUCE, OFF, average_misfits, copies_of_a_node
 from trainwright.strategies.contract.communication.probe import probe_links, probe_ways
 from trainwright.strategies.contract.precision import before_update
 from trainwright.strategies.state.rank_state import NOTHING_KEPT, KeptBack, drop_kept_back
@@ -142,7 +140,7 @@ class ReplicaAveraging(Averaging):
         self._ranks_per_node = options.ranks_per_node
         self._links: list[MeasuredLink] = []
         self._copies: ReplicaMeans | None = None
-        self._after: Averaging | CompressedAverage | _Means = Averaging()
+        self._after: Averaging | CompressedAverage = Averaging()
         self._is_between = False  # True while more micro-batches of the optimizer step follow
 
     # ---- read by others -------------------------------------------------------------------------------------------
@@ -178,7 +176,8 @@ class ReplicaAveraging(Averaging):
         parts = [part.local for part in self._strategy._replica_parts()]
         shapes = [tuple(part.shape) for part in parts if part.numel()]
         ranks, numel = self._strategy.layout.replicate, sum(part.numel() for part in parts)
-        compressed = {name: make_compressor(name).sent_bytes(shapes, ranks) for name in compressor_names()}
+        choices = map(CompressionChoice, compressor_names())
+        compressed = {choice.name: make_compressor(choice).sent_bytes(shapes, ranks) for choice in choices}
         step = MeasuredStep(
             gradient_bytes=4.0 * numel if ranks > 1 else 0.0,
             compressed_bytes=compressed if shapes and ranks > 1 else {},
@@ -259,8 +258,7 @@ class ReplicaAveraging(Averaging):
         if self.compression is not None and self._strategy.optimizers:
             self._after = CompressedAverage(self._strategy, self.compression, self._against_steps())
         elif self.after_backward and plain_after_backward and self._copies is not None:
-            means = BucketedMean(self._copies.by(self.average_by), self._strategy.root_device)
-            self._after = _Means(means, self._strategy)
+            self._after = BucketedMean(self._copies.by(self.average_by), self._strategy)
         self.runs = type(self._after) is not Averaging
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -288,11 +286,31 @@ class ReplicaAveraging(Averaging):
         self._after.keep_back(state, of_run)
 
 
-class _Means(Averaging):
-    """Uncompressed averages after backward."""
+class BucketedMean(Averaging):
+    """Uncompressed averages after backward of the locally optimized parts of parameters, bucket by bucket.
 
-    def __init__(self, means: BucketedMean, strategy: Averaged) -> None:
-        self._means, self._strategy = means, strategy
+    Args:
+        mean: over the replicas.
+        strategy: that owns the gradients; its device communicates, and parts may be offloaded to another.
+    """
 
+    def __init__(self, mean: Mean, strategy: Averaged) -> None:
+        self._mean, self._strategy = mean, strategy
+
+    @torch.no_grad()
     def average(self) -> None:
-        self._means.average([part for part in self._strategy._replica_parts() if part.parameter.requires_grad])
+        """Average gradients in place, leaving out parts that have none on any rank. A collective."""
+        trained = [part for part in self._strategy._replica_parts() if part.parameter.requires_grad]
+        found = [(part.bucket_tag, part.gradient) for part in trained if part.gradient is not None]
+        buckets = bucketed(
+            ((tag, gradient) for tag, gradient in found if gradient.numel()),
+            lambda each: (each[0], each[1].dtype),
+            lambda each: each[1].nbytes,
+            BUCKET_BYTES,
+        )
+        for bucket in buckets:
+            gradients = [gradient for _, gradient in bucket]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._strategy.root_device)
+            self._mean(flat)
+            for gradient, piece in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+                gradient.copy_(piece.view(gradient.shape))

@@ -17,11 +17,12 @@ from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.strategies.averaging.background import Background
-from trainwright.strategies.averaging.compression.names import choose_compression, make_compressor
+from trainwright.strategies.averaging.compression.names import make_compressor
+from trainwright.strategies.averaging.compression.options import choose_compression
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.groups import new_subgroup
 from trainwright.strategies.local_updates.options import DiLoCoOptions, fragment_problem
-from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
+from trainwright.strategies.local_updates.outer import OuterParameters
 from trainwright.strategies.local_updates.replicas import LocalReplicas, attach_replicas
 from trainwright.strategies.local_updates.schedule import UpdateSchedule, fragment_of
 from trainwright.strategies.local_updates.state import outer_boxes, read_outer
@@ -66,11 +67,9 @@ class OuterReplicas(LocalReplicas):
     """
 
     def __init__(self, strategy: HybridStrategy, options: DiLoCoOptions) -> None:
-        o = options
-        super().__init__(strategy, UpdateSchedule(o.sync_every, o.fragments, o.warmup_steps))
-        self._overlap = o.overlap_steps
-        self._outer_options = OuterOptions(o.outer_lr, o.outer_momentum, o.outer_nesterov, o.mixing, o.offload_outer)
-        self._choice = choose_compression(o.compression)
+        super().__init__(strategy, UpdateSchedule(options.sync_every, options.fragments, options.warmup_steps))
+        self._options, self._overlap = options, options.overlap_steps
+        self._choice = choose_compression(options.compression)
         self._outer: OuterParameters | None = None
         self._background: Background | None = None
         self._background_group: dist.ProcessGroup | None = None
@@ -118,18 +117,16 @@ class OuterReplicas(LocalReplicas):
             self._background.close()
             self._background = None
 
-    def _begin(self) -> None:
+    def start(self) -> None:
+        """Set the common parameters from the current ones, unless there are any."""
         if self._outer is not None:
             return
-        compressor = None
-        if self._choice is not None:
-            compressor = make_compressor(self._choice.name, **self._choice.options)
         self._outer = OuterParameters(
             self._trained_parts(),
             lambda name: self._fragment_names.get(name, 0),
             self._means,
-            self._outer_options,
-            compressor,
+            self._options,
+            None if self._choice is None else make_compressor(self._choice),
             self._background,
             self._background_group,
         )
@@ -150,8 +147,7 @@ class OuterReplicas(LocalReplicas):
         boxes = super().boxes(boxes)
         if self._outer is not None:
             # Keys like an optimizer's: <index>/<parameter>/<value>.
-            for key, parts in self._common_boxes().items():
-                boxes[f"optimizer/{key}"] = parts
+            boxes |= {f"optimizer/{key}": parts for key, parts in self._common_boxes().items()}
         return {key: parts for key, parts in boxes.items() if parts.parts}
 
     # ---- the step -------------------------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ class OuterReplicas(LocalReplicas):
     def _merge_due(self, step: int) -> bool:
         due = [fragment for fragment, begun in self._launched.items() if begun + self._overlap <= step]
         for fragment in sorted(due):
-            self._merge(fragment, self._outer_options.mixing)
+            self._merge(fragment, self._options.mixing)
         return bool(due)
 
     def _merge(self, fragment: int, mixing: float) -> None:
@@ -188,8 +184,7 @@ class OuterReplicas(LocalReplicas):
 
     def content(self, checkpoint: Mapping[str, Any], complete: bool, make: Callable[..., Content]) -> Content:
         """See the base class; waits for averages in flight."""
-        if self._outer is None:
-            self._begin()
+        self.start()
         self.outer.land()
         return super().content(checkpoint, complete, make)
 
@@ -222,22 +217,21 @@ class OuterReplicas(LocalReplicas):
             self._outer.discard_flights()
             self._outer = None
         self._launched = {}
-        self._begin()
+        self.start()
 
     def _restore_common(self, source: RunState | SnapshotReader, saved: Mapping[str, Any]) -> list[str]:
         if not saved.get("has_outer"):
             return []
-        lost = []
         if not read_outer(source, self.outer, self._strategy.placement, self._optimized()):
-            lost.append("its outer optimizer has other parameters, so its state is dropped")
-        elif saved["options"] == self._signature():
+            return ["its outer optimizer has other parameters, so its state is dropped"]
+        if saved["options"] == self._signature():
             self._launched = {int(fragment): step for fragment, step in saved["launched"].items()}
         elif saved["launched"]:
-            lost.append("averages in flight are dropped, since its synchronization settings were different")
-        return lost
+            return ["averages in flight are dropped, since its synchronization settings were different"]
+        return []
 
     def _start_from_common(self) -> None:
+        common = self.outer.common()
         for name, part in self._trained_parts().items():
-            common = self.outer.common().get(name)
-            if common is not None:
-                part.copy_(common)
+            if name in common:
+                part.copy_(common[name])

@@ -75,16 +75,9 @@ class ReplicaMean:
     @torch.no_grad()
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the means of ``tensors`` as new tensors of the same shapes, dtypes and devices. A collective."""
-        found = {name: tensor for name, tensor in tensors.items() if not tensor.numel()}
-        for bucket in self.buckets(tensors):
-            flat = bucket.join(tensors, self.device)
-            self._average(flat)
-            # Copies: a tensor that outlives the others must not keep the whole bucket alive.
-            found.update(
-                (name, piece.to(tensors[name].device, tensors[name].dtype, copy=True))
-                for name, piece in bucket.split(flat)
-            )
-        return {name: found[name] for name in tensors}
+        means = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.average(means)
+        return means
 
     @torch.no_grad()
     def average(self, tensors: Mapping[str, Tensor]) -> None:
@@ -93,7 +86,7 @@ class ReplicaMean:
             return
         for bucket in self.buckets(tensors):
             flat = bucket.join(tensors, self.device)
-            self._average(flat)
+            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group)
             for name, piece in bucket.split(flat):
                 tensors[name].copy_(piece)
 
@@ -104,7 +97,3 @@ class ReplicaMean:
         everyone: list[list[str]] = all_gather_values(list(names), self.group, self.device)
         shared = set.intersection(*map(set, everyone))
         return [name for name in names if name in shared]
-
-    def _average(self, flat: Tensor) -> None:
-        if self.group is not None:
-            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group)

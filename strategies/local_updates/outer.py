@@ -13,25 +13,7 @@ from torch import Tensor, nn
 from trainwright.strategies.averaging.background import Background
 from trainwright.strategies.averaging.compression.compressor import GradientCompressor, State
 from trainwright.strategies.local_updates.mean import Bucket, ReplicaMean
-
-
-@dataclass(frozen=True)
-class OuterOptions:
-    """Options of the outer optimizer; see :class:`~trainwright.strategies.local_updates.diloco.DiLoCoStrategy`.
-
-    Args:
-        lr: of the outer SGD.
-        momentum: of the outer SGD; 0 is off.
-        nesterov: use Nesterov momentum.
-        mixing: fraction of a replica's own parameters kept when an overlapped average is merged.
-        offload: keep common parameters and momentum in host memory.
-    """
-
-    lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-    mixing: float = 0.5
-    offload: bool = False
+from trainwright.strategies.local_updates.options import DiLoCoOptions
 
 
 @dataclass
@@ -62,7 +44,7 @@ class OuterParameters:
         parts: this rank's part of each parameter, by name; equal on all replicas.
         fragment_of: name -> index of its fragment.
         mean: over replicas.
-        options: of the outer optimizer.
+        options: of the strategy.
         compressor: of outer gradients; ``None``: exact averages.
         background: runs averages during training; ``None``: training waits.
         group: exclusive group of ``background``, of the same ranks as ``mean``'s.
@@ -73,7 +55,7 @@ class OuterParameters:
         parts: Mapping[str, Tensor],
         fragment_of: Callable[[str], int],
         mean: ReplicaMean,
-        options: OuterOptions,
+        options: DiLoCoOptions,
         compressor: GradientCompressor | None = None,
         background: Background | None = None,
         group: dist.ProcessGroup | None = None,
@@ -106,17 +88,16 @@ class OuterParameters:
             return  # no parameters of this rank
         # Copies: parameters that become trainable during the flight add buckets.
         buckets, states = list(it.buckets), list(it.states)
-        gradients = [self._outer_gradient(bucket, parts) for bucket in buckets]
+        device = self._mean.device
+        gradients = [bucket.join(self._common, device) - bucket.join(parts, device) for bucket in buckets]
 
         def average() -> None:
             for bucket, state, flat in zip(buckets, states, gradients, strict=True):
                 self._average(bucket, state, flat)
 
-        done = None
-        if self._background is None:
+        done = None if self._background is None else self._background.submit(average)
+        if done is None:
             average()
-        else:
-            done = self._background.submit(average)
         self._flights[fragment] = _Flight(buckets, gradients, done)
 
     @torch.no_grad()
@@ -175,12 +156,10 @@ class OuterParameters:
             if (buffer := self._optimizer_of(name).state.get(parameter, {}).get("momentum_buffer")) is not None
         }
 
-    def make_momentum(self, name: str) -> Tensor:
-        """Return a new momentum buffer of a common parameter."""
+    def make_momentum(self, name: str) -> None:
+        """Create the momentum buffer of a common parameter."""
         parameter = self._common[name]
-        state = self._optimizer_of(name).state[parameter]
-        state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]  # type: ignore[no-any-return]
+        self._optimizer_of(name).state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def forget_momentum(self) -> None:
         """Clear momentum."""
@@ -199,7 +178,7 @@ class OuterParameters:
     def num_bytes(self) -> int:
         """Return the bytes of common parameters, momentum and compressor state."""
         tensors = (*self._common.values(), *self.momentum().values(), *self.compression().values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
 
     # ---- internals ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +186,7 @@ class OuterParameters:
         by_fragment: dict[int, dict[str, Tensor]] = {}
         for name, part in parts.items():
             dtype = torch.promote_types(part.dtype, torch.float32)
-            device = torch.device("cpu") if self._options.offload else part.device
+            device = torch.device("cpu") if self._options.offload_outer else part.device
             common = nn.Parameter(part.detach().to(device, dtype, copy=True))
             self._common[name] = common
             by_fragment.setdefault(self._fragment_of(name), {})[name] = part
@@ -215,8 +194,9 @@ class OuterParameters:
             parameters = [self._common[name] for name in of_fragment]
             if index not in self._fragments:
                 o = self._options
-                optimizer = torch.optim.SGD(parameters, lr=o.lr, momentum=o.momentum, nesterov=o.nesterov)
-                self._fragments[index] = _Fragment(optimizer)
+                self._fragments[index] = _Fragment(
+                    torch.optim.SGD(parameters, lr=o.outer_lr, momentum=o.outer_momentum, nesterov=o.outer_nesterov)
+                )
             else:
                 self._fragments[index].optimizer.add_param_group({"params": parameters})
             buckets = self._mean.buckets(of_fragment)
@@ -234,9 +214,6 @@ class OuterParameters:
             self._mean.average(new)
             self._add(new)
 
-    def _outer_gradient(self, bucket: Bucket, parts: Mapping[str, Tensor]) -> Tensor:
-        return bucket.join(self._common, self._mean.device) - bucket.join(parts, self._mean.device)
-
     def _average(self, bucket: Bucket, state: State, flat: Tensor) -> None:
         if self._group is None:
             return
@@ -248,7 +225,6 @@ class OuterParameters:
         if exact is not flat:
             flat.copy_(exact)
 
-    @torch.no_grad()
     def _step(self, optimizer: torch.optim.SGD, flight: _Flight) -> None:
         for bucket, flat in zip(flight.buckets, flight.gradients, strict=True):
             for name, piece in bucket.split(flat):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -91,9 +91,16 @@ class LocalReplicas(Replicas):
 
     def prepare(self, trainer: Trainer) -> None:
         """See the base class."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._check_companions(self._strategy.lightning_module, trainer)
-            self._release()
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        module = self._strategy.lightning_module
+        problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
+        problems += [SYNC_BATCHNORM] if self._strategy._layer_sync else []
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                problems.append(averaging_callback_problem(type(callback).__name__))
+        refuse(problems)
+        self._release()
 
     def set_up(self, trainer: Trainer) -> None:
         """See the base class."""
@@ -109,15 +116,6 @@ class LocalReplicas(Replicas):
                 f"Statistics such as {varying[0]} differ between replicas during training; they are averaged at "
                 "synchronizations, validations, saves and at the end."
             )
-
-    def _check_companions(self, module: LightningModule, trainer: Trainer) -> None:
-        """Raise if the module or callbacks do not support replicas that differ."""
-        problems = [] if module.automatic_optimization else [f"{type(module).__name__}: {MANUAL_OPTIMIZATION}"]
-        problems += [SYNC_BATCHNORM] if self._strategy._layer_sync else []
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                problems.append(averaging_callback_problem(type(callback).__name__))
-        refuse(problems)
 
     def _tag_of(self, name: str) -> str:
         """See :data:`~trainwright.strategies.local_updates.mean.TagOf`."""
@@ -169,25 +167,10 @@ class LocalReplicas(Replicas):
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start from the loaded state."""
-        self._begin()
-
-    def _begin(self) -> None:
-        """Set the common parameters, if there are any, from the current ones."""
-
     def average_gradients(self) -> None:
         """See the base class; during the warm-up."""
-        if self._warms_up:
-            self._average_over_replicas()
-
-    @property
-    def _warms_up(self) -> bool:
-        """True if gradients are averaged in this step."""
-        return int(self._strategy.lightning_module.trainer.global_step) < self._schedule.warmup_steps
-
-    def _average_over_replicas(self) -> None:
-        if self._means.group is None:
+        warms_up = self._strategy.lightning_module.trainer.global_step < self._schedule.warmup_steps
+        if not warms_up or self._means.group is None:
             return
         held = self._optimized()
         has = [float(each.grad is not None) for each in held.values()]
@@ -269,8 +252,7 @@ class LocalReplicas(Replicas):
         """Return a checkpoint of the means over replicas. A collective."""
         own = self._own()
         means = self._means.of(own) if self._own_state is None and not self._is_synced else own
-        canonical = self._canonical_names()
-        averaged = with_means(checkpoint, means, self._optimized(), canonical)
+        averaged = with_means(checkpoint, means, self._optimized(), self._canonical_names())
         return with_mean_states(averaged, self._strategy.optimizers, self._strategy._name_of(), self._means)
 
     def _canonical_names(self) -> dict[str, str]:

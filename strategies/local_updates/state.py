@@ -81,9 +81,7 @@ def with_means(
     """
     if WEIGHTS not in checkpoint:
         return dict(checkpoint)
-    made: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        made[name] = spread_like(optimized[name], value) if name in optimized else value
+    made = {name: spread_like(optimized.get(name, value), value) for name, value in weights.items()}
     state = checkpoint[WEIGHTS].copy()
     for name in state:
         first = canonical.get(name, name)
@@ -114,8 +112,7 @@ def with_mean_states(
             position: dict(_mean_values(of_one, f"{index}/{name_of(parameters[position])}", means))
             for position, of_one in state["state"].items()
         }
-        whole = {position: values[position] for position, of_one in state["state"].items() if values[position]}
-        states.append({**state, "state": whole})
+        states.append({**state, "state": {position: of_one for position, of_one in values.items() if of_one}})
     return {**checkpoint, OPTIMIZERS: states}
 
 
@@ -149,16 +146,14 @@ def outer_boxes(
 
 def read_outer(source: Any, outer: OuterParameters, placement: Placement, optimized: Mapping[str, Tensor]) -> bool:
     """Read common parameters and momentum in place; returns whether all were found."""
-    stored = source.keys()
-    common = outer.common()
+    stored, common = source.keys(), outer.common()
     if not all(f"{OUTER}{name}/{_COMMON}" in stored for name in common):
         return False
     outer.forget_momentum()
-    wanted = {f"{OUTER}{name}/{_COMMON}": (name, tensor) for name, tensor in common.items()}
     for name in common:
         if f"{OUTER}{name}/{_MOMENTUM}" in stored:
-            wanted[f"{OUTER}{name}/{_MOMENTUM}"] = (name, outer.make_momentum(name))
-    boxes = {key: placement.boxes(name, spread_like(optimized[name], t)) for key, (name, t) in wanted.items()}
+            outer.make_momentum(name)
+    boxes = outer_boxes(outer, placement, optimized)
     source.fill({key: parts for key, parts in boxes.items() if parts.parts})
     return True
 

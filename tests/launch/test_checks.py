@@ -15,7 +15,7 @@ from trainwright.launch.checks.check_run import compression_of, compression_refu
 from trainwright.launch.recovery.check_recovery import recovery_problems
 from trainwright.launch.worker import build_trainer
 from trainwright.strategies.averaging.compression.codecs import Int8
-from trainwright.strategies.averaging.compression.options import compressor_names, option_defaults
+from trainwright.strategies.averaging.compression.options import CompressionChoice, compressor_names
 from trainwright.strategies.compose.world import options_of
 from trainwright.strategies.contract.options import PlannedRun
 from trainwright.strategies.data.ddp_options import DDPOptions
@@ -140,7 +140,7 @@ def test_refused_compression(arguments: Any, expected: str) -> None:
 
 
 def test_parameter_servers_ignore_the_default_warmup_and_refuse_a_typed_one() -> None:
-    cfg = OmegaConf.create({"compression": {"name": "topk", **option_defaults("topk")}})
+    cfg = OmegaConf.create({"compression": {"name": "topk", **CompressionChoice("topk").all_options}})
     assert compression_of(cfg, DDPOptions())["warmup_steps"] == 100
     assert compression_of(cfg, ParameterServerOptions()).keys() == {"name", "ratio", "values"}
     typed = {"name": "topk", "warmup_steps": 7}
@@ -153,14 +153,14 @@ def test_parameter_servers_ignore_the_default_warmup_and_refuse_a_typed_one() ->
 @pytest.mark.parametrize("name", compressor_names())
 def test_compression_groups_have_the_default_options(name: str) -> None:
     cfg = compose("digits", [f"compression={name}"])
-    assert OmegaConf.to_container(cfg.compression) == {"name": name, **option_defaults(name)}
+    assert OmegaConf.to_container(cfg.compression) == {"name": name, **CompressionChoice(name).all_options}
 
 
 def test_parameter_servers_push_with_the_codec_of_the_group(tmp_path: Path) -> None:
     words = (*SERVER, "logger=csv", "compression=int8", "compression.block=64", f"run_dir={tmp_path}")
     codec = build_trainer(compose(None, words)).strategy._factory.codec
     assert isinstance(codec, Int8)
-    assert codec.row_bytes(640) == Int8(block=64).row_bytes(640) != Int8().row_bytes(640)
+    assert codec.row_bytes(640) == Int8(block=64).row_bytes(640) != Int8(256).row_bytes(640)
 
 
 # ---- loss guards -----------------------------------------------------------------------------------------------------

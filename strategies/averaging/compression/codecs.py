@@ -61,14 +61,11 @@ class Int8(Codec):
     Linear block-wise quantization as in 8-bit optimizers (arXiv:2110.02861, section 2.1).
 
     Args:
-        block: numbers per scale.
-
-    Raises:
-        ValueError: if ``block`` is less than 1.
+        block: numbers per scale, at least 1.
     """
 
-    def __init__(self, block: int = 256) -> None:
-        self.block = _checked_block(block)
+    def __init__(self, block: int) -> None:
+        self.block = block
 
     def row_bytes(self, length: int) -> int:
         """See :class:`Codec`."""
@@ -98,15 +95,10 @@ class Sign(Codec):
     Scaled sign of error-feedback SGD (arXiv:1901.09847, section 4 and algorithm 3). Useful with error feedback only.
 
     Args:
-        block: numbers per scale; a multiple of 8.
-
-    Raises:
-        ValueError: if ``block`` is not a positive multiple of 8.
+        block: numbers per scale; a multiple of 8, since eight signs make a byte.
     """
 
-    def __init__(self, block: int = 2048) -> None:
-        if _checked_block(block) % 8:
-            raise ValueError(f"block={block} (allowed: a multiple of 8, since eight signs make a byte)")
+    def __init__(self, block: int) -> None:
         self.block = block
 
     def row_bytes(self, length: int) -> int:
@@ -139,16 +131,11 @@ class TopK(Codec):
     """The numbers of largest magnitude and their indices; others become zero (arXiv:1712.01887).
 
     Args:
-        ratio: fraction of numbers kept, at least one.
+        ratio: fraction of numbers kept, above 0 and at most 1; at least one number is kept.
         values: codec of the kept numbers; default: float32.
-
-    Raises:
-        ValueError: if ``ratio`` is not above 0 and at most 1.
     """
 
-    def __init__(self, ratio: float = 0.01, values: Codec | None = None) -> None:
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio={ratio} (allowed: above 0, and at most 1, which keeps all)")
+    def __init__(self, ratio: float, values: Codec | None = None) -> None:
         self.ratio = ratio
         self.values = values or Cast(torch.float32)
 
@@ -175,12 +162,6 @@ class TopK(Codec):
         rows: Tensor = values.new_zeros(len(data), length)
         rows.scatter_(1, places, values)
         return rows
-
-
-def _checked_block(block: int) -> int:
-    if block < 1:
-        raise ValueError(f"block={block} (allowed: 1 or more numbers)")
-    return block
 
 
 def _num_blocks(length: int, block: int) -> int:

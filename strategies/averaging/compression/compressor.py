@@ -99,10 +99,7 @@ class TwoPhase(GradientCompressor):
             return {}
         numel = num_elements(shapes)
         chunk = -(-numel // ranks)
-        return {
-            "residual": torch.zeros(numel, device=device),
-            "chunk_residual": torch.zeros(chunk, device=device),
-        }
+        return {"residual": torch.zeros(numel, device=device), "chunk_residual": torch.zeros(chunk, device=device)}
 
     def sent_bytes(self, shapes: Shapes, ranks: int) -> int:
         """See :class:`GradientCompressor`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.config.options import is_number, is_whole, refuse
+from trainwright.core.problems import nearest
 
 OFF = "none"
 _FLOATS = ("fp32", "fp16", "bf16")
@@ -120,14 +120,12 @@ class CompressionChoice:
     @property
     def warmup_steps(self) -> int:
         """First optimizer steps, averaged without compression; 0: none."""
-        return int(self.option("warmup_steps")) if "warmup_steps" in _OPTIONS[self.name] else 0
+        return int(self.all_options.get("warmup_steps", 0))
 
     @property
     def sends(self) -> str:
         """Compressed quantity: ``"gradients"``, ``"steps"`` of Adam, or ``"auto"``."""
-        if self.name == "onebit":
-            return "steps"
-        return str(self.option("sends")) if "sends" in _OPTIONS[self.name] else "gradients"
+        return "steps" if self.name == "onebit" else str(self.all_options.get("sends", "gradients"))
 
     @property
     def needs_adam(self) -> bool:
@@ -144,19 +142,15 @@ class CompressionChoice:
         """Text on what to type if Adam's steps are not available."""
         return "type compression=topk" if self.name == "onebit" else "type compression.sends=auto"
 
-    def option(self, key: str) -> Any:
-        """Return an option as given, or its default."""
-        return self.options.get(key, _OPTIONS[self.name][key])
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """All options of the compressor, as given or by default."""
+        return {**_OPTIONS[self.name], **self.options}
 
 
 def compressor_names() -> tuple[str, ...]:
     """Return the allowed values of ``compression=``, except ``none``."""
     return tuple(_OPTIONS)
-
-
-def option_defaults(name: str) -> dict[str, Any]:
-    """Return the options of a compressor with their defaults."""
-    return dict(_OPTIONS[name])
 
 
 def message_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,8 +200,7 @@ def choose_compression(compression: str | Mapping[str, Any] | None) -> Compressi
     Raises:
         ValueError: if there is no such compressor or option, or a value is out of range.
     """
-    problems = compression_problems(compression)
-    refuse(problems)
+    refuse(compression_problems(compression))
     if compression is None or compression == OFF:
         return None
     if isinstance(compression, str):
@@ -238,18 +231,20 @@ def _name_problems(name: Any) -> list[str]:
         return []
     if name in REMOVED:
         return [f"compression={name} {REMOVED[name]}"]
-    near = difflib.get_close_matches(str(name), [OFF, *_OPTIONS], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return [f"Unknown compression {name!r}.{hint} Available: {OFF}, {', '.join(_OPTIONS)}."]
+    known = (OFF, *_OPTIONS)
+    return [f"Unknown compression {name!r}.{_hint(str(name), known)} Available: {', '.join(known)}."]
+
+
+def _hint(given: str, allowed: Iterable[str]) -> str:
+    near = nearest(given, allowed)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 def _option_problems(name: str, key: str, value: Any) -> list[str]:
     allowed = _OPTIONS[name]
     if key not in allowed:
-        near = difflib.get_close_matches(key, allowed, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         known = f"It takes {', '.join(allowed)}." if allowed else "It takes none."
-        return [f"compression={name} has no option {key!r}.{hint} {known}"]
+        return [f"compression={name} has no option {key!r}.{_hint(key, allowed)} {known}"]
     is_allowed, rule = _RULES.get((key, name)) or _RULES[key]
     return [] if is_allowed(value) else [f"compression.{key}={value} for {name}: must be {rule}"]
 
@@ -269,10 +264,7 @@ _RULES: dict[str | tuple[str, str], tuple[Callable[[Any], bool], str]] = {
         lambda value: is_whole(value, 8) and value % 8 == 0,
         "a positive multiple of 8 (eight signs make a byte)",
     ),
-    "ratio": (
-        lambda value: is_number(value) and 0 < value <= 1,
-        "above 0 and at most 1, like 0.01 (1 sends all)",
-    ),
+    "ratio": (lambda value: is_number(value) and 0 < value <= 1, "above 0 and at most 1, like 0.01 (1 sends all)"),
     ("values", "topk"): _one_of((*_FLOATS, "int8")),
     ("values", "powersgd"): _one_of(_FLOATS),
     # Gradients before the optimizer sees them, or within Adam's steps; auto: steps if the optimizer is Adam.

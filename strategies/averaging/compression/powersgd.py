@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,26 +47,14 @@ class PowerSGD(GradientCompressor):
     of one dim, or hardly shortened, are sent uncompressed. The error is added to the next gradient.
 
     Args:
-        rank: of the factors.
-        least_gain: tensors shortened by less than this factor are sent uncompressed.
-        iterations: subspace iterations per average, each of which sends both factors.
+        rank: of the factors, at least 1.
+        least_gain: tensors shortened by less than this factor, at least 1, are sent uncompressed.
+        iterations: subspace iterations per average, at least 1, each of which sends both factors.
         inner: compressor of the factors, without feedback, such as a cast. ``None``: a float32 all-reduce.
-
-    Raises:
-        ValueError: if ``rank``, ``least_gain`` or ``iterations`` is less than 1.
     """
 
-    def __init__(
-        self, rank: int = 4, least_gain: float = 2.0, iterations: int = 1, inner: TwoPhase | None = None
-    ) -> None:
-        if min(rank, least_gain, iterations) < 1:
-            raise ValueError(
-                f"rank={rank}, least_gain={least_gain}, iterations={iterations} (allowed: 1 or more of each)"
-            )
-        self.rank = rank
-        self.least_gain = least_gain
-        self.iterations = iterations
-        self.inner = inner
+    def __init__(self, rank: int, least_gain: float = 2.0, iterations: int = 1, inner: TwoPhase | None = None) -> None:
+        self.rank, self.least_gain, self.iterations, self.inner = rank, least_gain, iterations, inner
 
     def new_state(self, shapes: Shapes, ranks: int, device: torch.device) -> State:
         """See :class:`GradientCompressor`; ``"basis"`` is equal on all ranks."""
@@ -96,7 +84,7 @@ class PowerSGD(GradientCompressor):
         residual = state["residual"]
         residual += flat
         sizes = [(each.columns, each.rank) for each in matrices]
-        bases = list(_split(state["basis"], sizes))
+        bases = _split(state["basis"], sizes)
         second: list[Tensor] = []
         for _ in range(self.iterations):
             bases = self._averaged(second, group) if second else bases
@@ -137,7 +125,7 @@ class PowerSGD(GradientCompressor):
         else:
             dist.all_reduce(flat, group=group)
             flat /= dist.get_world_size(group)
-        return list(_split(flat, [tuple(tensor.shape) for tensor in tensors]))
+        return _split(flat, [tuple(tensor.shape) for tensor in tensors])
 
     def _parts(self, shapes: Shapes) -> tuple[list[_Matrix], list[slice]]:
         """Return the tensors sent as factors, and the slices of the others."""
@@ -154,8 +142,6 @@ class PowerSGD(GradientCompressor):
         return matrices, rest
 
 
-def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
-    start = 0
-    for shape in shapes:
-        yield flat[start : start + math.prod(shape)].view(shape)
-        start += math.prod(shape)
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    pieces = flat.split([math.prod(shape) for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]

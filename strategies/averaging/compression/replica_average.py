@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class ReplicaAverage:
         self, choice: CompressionChoice, device: torch.device, scale: Callable[[], float] | None = None
     ) -> None:
         self.choice = choice
-        self._compressor = make_compressor(choice.name, **choice.options)
+        self._compressor = make_compressor(choice)
         self._device = device
         self._scale = scale
         self.warmup_steps = choice.warmup_steps if choice.name != "onebit" else 0
@@ -44,8 +44,7 @@ class ReplicaAverage:
         self.buckets = make_buckets(self._compressor, parts, self._device)
         for bucket in before:
             for part, kind, value in bucket.kept_back():
-                for each in self.buckets:
-                    each.keep_back(kind, {part.name: value})
+                self.keep_back(kind, {part.name: value})
 
     @property
     def sent_bytes(self) -> int:
@@ -82,20 +81,10 @@ class ReplicaAverage:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def kept_back(self) -> Iterator[tuple[ReplicaPart, str, Tensor]]:
-        """Yield part, kind and value of each residual."""
-        for bucket in self.buckets:
-            yield from bucket.kept_back()
-
     def keep_back(self, kind: str, values: Mapping[str, Tensor]) -> None:
         """Load residuals by parameter name."""
         for bucket in self.buckets:
             bucket.keep_back(kind, values)
-
-    def parts(self) -> Iterator[ReplicaPart]:
-        """Yield all averaged parts."""
-        for bucket in self.buckets:
-            yield from bucket.parts
 
     def load_bucket_states(self, values: Mapping[str, Tensor]) -> None:
         """Load :meth:`bucket_states`; entries whose shape changed start anew."""

@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from trainwright.strategies.averaging.compression.codecs import Codec
-from trainwright.strategies.averaging.compression.names import choose_compression, codec_of
+from trainwright.strategies.averaging.compression.names import codec_of
+from trainwright.strategies.averaging.compression.options import choose_compression
 from trainwright.strategies.parameter_server.messages.wire import Device
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
-from trainwright.strategies.parameter_server.server.clocks import Rules
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
@@ -31,14 +31,11 @@ class EndpointFactory:
 
     Attributes:
         compression: of pushes; ``None``: off.
-        rules: of servers.
     """
 
     def __init__(self, options: ParameterServerOptions) -> None:
         self._options = options
         self.compression = choose_compression(options.compression)
-        how: Any = options.consistency
-        self.rules = Rules(how, options.bound, options.delay_compensation, options.scale_by_staleness)
 
     @cached_property
     def device(self) -> Device:
@@ -49,7 +46,7 @@ class EndpointFactory:
     def codec(self) -> Codec | None:
         """Codec of pushes; ``None``: uncompressed."""
         choice = self.compression
-        return None if choice is None else codec_of(choice.name, **choice.options)
+        return None if choice is None else codec_of(choice)
 
     def plan(self, module: nn.Module, served: ServedOptimizer) -> ShardPlan:
         """Return the plan of a module's parameters."""
@@ -59,7 +56,7 @@ class EndpointFactory:
 
     def server(self, number: int, plan: ShardPlan, meeting: ServerRendezvous, workers: int, replaces: bool) -> Server:
         """Create and start a server."""
-        server = Server(number, plan, self.rules, meeting, workers, self.device, self.codec, replaces)
+        server = Server(number, plan, self._options, meeting, workers, self.device, self.codec, replaces)
         server.start()
         return server
 
@@ -74,12 +71,12 @@ class EndpointFactory:
         tables = _tables(module, parameters)
         client = Client(worker, plan, parameters, meeting, self.device, self.codec, tables, late)
         # Workers that step independently clip by the norm of all their gradients.
-        client.pushes_early = self.rules.consistency == "sync" or trainer.gradient_clip_val is None
+        client.pushes_early = self._options.averages_every_step or trainer.gradient_clip_val is None
         return client
 
     def written(self, client: Client, trainer: Any) -> WrittenParameters:
         """Create the watch over parameters that user code writes."""
-        return WrittenParameters(client, self.rules.consistency == "sync", may_write_parameters(trainer))
+        return WrittenParameters(client, self._options.averages_every_step, may_write_parameters(trainer))
 
 
 def _tables(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[int]:

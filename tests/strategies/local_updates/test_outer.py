@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from trainwright.strategies.local_updates.mean import ReplicaMean
-from trainwright.strategies.local_updates.outer import OuterOptions, OuterParameters
+from trainwright.strategies.local_updates.options import DiLoCoOptions
+from trainwright.strategies.local_updates.outer import OuterParameters
 
 CPU = torch.device("cpu")
 
@@ -12,7 +13,7 @@ CPU = torch.device("cpu")
 def outer_of(parts: dict[str, Tensor]) -> OuterParameters:
     """One replica with plain outer steps; the head is a separate fragment."""
     mean = ReplicaMean(None, CPU, lambda name: "", 1 << 20)
-    options = OuterOptions(lr=1.0, momentum=0.0, nesterov=False)
+    options = DiLoCoOptions(outer_lr=1.0, outer_momentum=0.0, outer_nesterov=False)
     return OuterParameters(parts, lambda name: int(name == "head"), mean, options)
 
 

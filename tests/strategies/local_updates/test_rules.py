@@ -98,10 +98,8 @@ class Manual(pl.LightningModule):
 
 
 @pytest.mark.parametrize(("make", "part"), [
-    (lambda: LocalSGDStrategy(sync_every=0), "sync_every=0"),
     (lambda: LocalSGDStrategy(compression="bf16"), "strategy=diloco"),
     (lambda: DiLoCoStrategy(sync_every=4, overlap_steps=4), "overlap_steps=4"),
-    (lambda: DiLoCoStrategy(outer_momentum=0.0), "outer_nesterov=false"),
     (lambda: DiLoCoStrategy(compression={"name": "topk", "ratio": 2}), "ratio"),
     (lambda: DiLoCoStrategy(compression={"name": "topk", "warmup_steps": 2}), "has no effect"),
 ])  # fmt: skip
@@ -110,18 +108,13 @@ def test_constructor_errors(make: Any, part: str) -> None:
         make()
 
 
-def fit_with_average() -> str:
-    try:
+def fit_with_average() -> None:
+    with pytest.raises(ValueError, match="EMAWeightAveraging averages over the steps of one replica"):
         fit("local_sgd", {}, callbacks=[EMAWeightAveraging()])
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 def test_weight_averaging_callbacks_are_refused(ranks: Any) -> None:
-    assert all(
-        "EMAWeightAveraging averages over the steps of one replica" in text for text in ranks(fit_with_average, 2)
-    )
+    ranks(fit_with_average, 2)
 
 
 def test_fragment_schedule() -> None:

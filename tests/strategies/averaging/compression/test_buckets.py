@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainwright.strategies.averaging.compression.buckets import CHUNK_RESIDUAL, RESIDUAL, ReplicaPart, make_buckets
 from trainwright.strategies.averaging.compression.names import make_compressor
-from trainwright.strategies.averaging.compression.options import choose_compression
+from trainwright.strategies.averaging.compression.options import CompressionChoice, choose_compression
 from trainwright.strategies.averaging.compression.replica_average import ReplicaAverage
 
 SHAPES = {"a": (12, 8), "b": (8,), "c": (), "d": (5, 7), "e": (3, 0), "f": (40,)}
@@ -41,7 +41,8 @@ def average_of(name: str, scale: Any = None) -> ReplicaAverage:
 
 
 def residuals_of(average: ReplicaAverage) -> dict[tuple[str, str], Tensor]:
-    return {(part.name, kind): value.clone() for part, kind, value in average.kept_back()}
+    kept = (each for bucket in average.buckets for each in bucket.kept_back())
+    return {(part.name, kind): value.clone() for part, kind, value in kept}
 
 
 def averaged(name: str, steps: int, skipped: tuple[str, int]) -> dict[str, Any]:
@@ -55,8 +56,8 @@ def averaged(name: str, steps: int, skipped: tuple[str, int]) -> dict[str, Any]:
             part.parameter.grad = None if is_skipped else gradient(part.name, step, dist.get_rank())
         before = residuals_of(average)
         average.average()
-        for part, kind, value in average.kept_back():
-            assert (part.name, step) != skipped or torch.equal(value, before[part.name, kind]), "unchanged"
+        for (part_name, kind), value in residuals_of(average).items():
+            assert (part_name, step) != skipped or torch.equal(value, before[part_name, kind]), "unchanged"
         for part in held:
             if part.parameter.grad is not None:
                 sent[part.name] += part.parameter.grad
@@ -131,7 +132,7 @@ def tagged_buckets() -> list[list[str]]:
         for name, tag in zip("abcd", "xyxz", strict=True)
     ]
     held.append(ReplicaPart("big", nn.Parameter(torch.zeros(8 * 2**20)), bucket_tag="x"))
-    made = make_buckets(make_compressor("bf16"), held, torch.device("cpu"))
+    made = make_buckets(make_compressor(CompressionChoice("bf16")), held, torch.device("cpu"))
     return [[part.name for part in bucket.parts] for bucket in made]
 
 

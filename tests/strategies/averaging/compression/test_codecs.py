@@ -81,14 +81,3 @@ def test_message_plus_residual_equals_input(name: str) -> None:
     residuals = before.clone()
     sent = codec.decode(encode_with_feedback(codec, given, residuals), 100)
     torch.testing.assert_close(sent + residuals, given + before, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("make", "problem"), [
-    (lambda: Int8(0), "block=0"),
-    (lambda: Sign(12), "multiple of 8"),
-    (lambda: TopK(0.0), "ratio=0.0"),
-    (lambda: TopK(1.5), "ratio=1.5"),
-])  # fmt: skip
-def test_invalid_options(make: type[Codec], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        make()  # type: ignore[abstract]

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.strategies.averaging.compression.names import (
+from trainwright.strategies.averaging.compression.names import codec_of, make_compressor
+from trainwright.strategies.averaging.compression.options import (
+    CompressionChoice,
     choose_compression,
-    codec_of,
+    compression_problems,
     compressor_names,
-    make_compressor,
 )
-from trainwright.strategies.averaging.compression.options import compression_problems, option_defaults
 
 SHAPES = [(40, 50), (7,)]
 
@@ -46,20 +46,16 @@ def test_errors(compression: Any, said: str) -> None:
 
 def test_off() -> None:
     assert choose_compression(None) is choose_compression("none") is choose_compression({"name": "none"}) is None
-    with pytest.raises(ValueError, match="none is no compressor"):
-        make_compressor("none")
 
 
 def test_codecs() -> None:
     names = compressor_names()
     assert names == ("fp16", "bf16", "int8", "topk", "powersgd", "onebit")
-    with pytest.raises(ValueError, match="powersgd only averages over a group of ranks; .* fp16, bf16, int8, topk"):
-        codec_of("powersgd")
     for name in names:
-        defaults = make_compressor(name, **option_defaults(name))
-        assert make_compressor(name).sent_bytes(SHAPES, 2) == defaults.sent_bytes(SHAPES, 2)
+        choice = CompressionChoice(name)
+        assert make_compressor(choice).sent_bytes(SHAPES, 2) > 0
         if name != "powersgd":
-            codec = codec_of(name)
+            codec = codec_of(choice)
             assert codec.encode(torch.ones(1, 64)).shape == (1, codec.row_bytes(64))
 
 
@@ -74,7 +70,7 @@ ENCODED = [
 def averaged(steps: int) -> list[dict[str, torch.Tensor]]:
     results = []
     for name, options in ENCODED:
-        compressor = make_compressor(name, **options)
+        compressor = make_compressor(CompressionChoice(name, options))
         state = compressor.new_state(SHAPES, dist.get_world_size(), torch.device("cpu"))
         given, total = torch.zeros(2007), torch.zeros(2007)
         for step in range(steps):
@@ -93,7 +89,6 @@ def test_encoded_values_send_less_and_residuals_keep_the_rest(ranks: Any) -> Non
         assert torch.equal(first["total"], second["total"])
         lost = (first["given"] + second["given"] - first["kept"] - second["kept"]) / 2 - first["total"]
         assert lost.abs().sum() / first["given"].abs().sum() < 1e-5
-        sent = [
-            make_compressor(name, **{**options, **values}).sent_bytes(SHAPES, 2) for values in ({}, {"values": "fp32"})
-        ]
+        choices = [CompressionChoice(name, {**options, **values}) for values in ({}, {"values": "fp32"})]
+        sent = [make_compressor(choice).sent_bytes(SHAPES, 2) for choice in choices]
         assert sent[0] < sent[1]

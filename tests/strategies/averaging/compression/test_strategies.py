@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.parity.harness import Record, Recorder, differences, make_loader, make_trainer, world_size
 from tests.parity.modules import LanguageModel
-from trainwright.strategies.averaging.compression.names import compressor_names
+from trainwright.strategies.averaging.compression.options import compressor_names
 
 # Name, ranks and options of each strategy.
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
