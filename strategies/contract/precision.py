@@ -242,8 +242,8 @@ def before_update(plugin: Precision, function: Callable[[Optimizer], None] | Non
         plugin.before_update = function
     elif function is not None:
         raise ValueError(
-            f"The precision plugin {type(plugin).__name__} has no hook after gradient clipping, which "
-            "compression=onebit needs. Use one of Lightning's (precision='bf16-mixed'), or compression=topk."
+            f"The precision plugin {type(plugin).__name__} has no hook after gradient clipping, which compressed steps "
+            "of Adam and strategy.placement need. Use one of Lightning's, such as precision='bf16-mixed'."
         )
 
 

@@ -23,7 +23,6 @@ from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
-from trainwright.strategies.contract.communication.options import ALL_REDUCE
 from trainwright.strategies.contract.same_model import differ_between_ranks
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
 from trainwright.strategies.data.ddp_options import DDPOptions
@@ -67,12 +66,9 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._beside: OverlappedMean | None = None
         self._averaged: dict[str, nn.Parameter] | None = None  # until the first update
         self._has_run_backward = False
-        choice, average_by, given = self.averaging.compression, self.averaging.asked, None
-        if choice is not None:
-            given = f"compression={choice.name}"
-        elif average_by not in (None, ALL_REDUCE):
-            given = f"average_by={average_by}"
-        if given is not None and self._ddp_comm_hook is not None:
+        if self.averaging.after_backward and self._ddp_comm_hook is not None:
+            choice = self.averaging.compression
+            given = f"average_by={self.averaging.asked}" if choice is None else f"compression={choice.name}"
             raise ValueError(f"{given} and a ddp_comm_hook both decide how gradients are sent; leave out one of them")
 
     def setup(self, trainer: Trainer) -> None:

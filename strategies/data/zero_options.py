@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainwright.core.config.options import is_whole
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.options import AveragedOptions
-from trainwright.strategies.contract.options import PlannedRun, number, unknown_word
+from trainwright.strategies.contract.options import PlannedRun, as_typed, number, unknown_word
 
 STAGES = (1, 2, 3)
 DTYPES = ("fp32", "bf16", "fp16")
@@ -60,30 +60,28 @@ class ZeroOptions(AveragedOptions):
         yield from super().problems()
         yield from unknown_word("stage", self.stage, STAGES)
         yield from unknown_word("offload", self.offload, OFFLOADS)
-        if self.offload == "parameters" and self.stage != 3:
-            yield (
-                f"strategy.offload=parameters with stage {self.stage}: only stage 3 shards parameters; type "
-                "strategy.stage=3 (or strategy=zero3), or strategy.offload=optimizer"
-            )
-        if self.find_unused_parameters and self.stage == 3:
-            yield (
-                "strategy.find_unused_parameters=true with stage 3 has no effect: only stages 1 and 2 look for them; "
-                "type strategy.stage=2 (or strategy=zero2), or leave it out"
-            )
-        if self.no_sync_accumulation and self.stage == 1:
-            yield (
-                "strategy.no_sync_accumulation=true with stage 1 has no effect: stage 1 holds whole gradients and "
-                "sends once a step; leave it out, or type strategy.stage=2 (or strategy=zero2)"
-            )
-        yield from self._prefetch_problems()
+        if self.prefetch is not None and not is_whole(self.prefetch, 0):
+            yield f"strategy.prefetch={self.prefetch}: must be a whole number of blocks, 0 for none; leave it out for 1"
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
                 yield from unknown_word(name, getattr(self, name), DTYPES)
-        if self.param_dtype is not None and self.stage != 3:
-            yield (
-                f"strategy.param_dtype={self.param_dtype} with stage {self.stage}: stages 1 and 2 keep fp32 parameters "
-                "whole on every rank. Leave it out, or type strategy.stage=3 (or strategy=zero3)"
-            )
+        yield from self._unused_in_stage()
+
+    def _unused_in_stage(self) -> Iterator[str]:
+        is_whole_module = self.stage != 3
+        for option, is_unused, stage, why in (
+            ("offload", self.offload == "parameters" and is_whole_module, 3, "only stage 3 shards parameters"),
+            ("find_unused_parameters", self.stage == 3, 2, "only stages 1 and 2 look for them"),
+            ("no_sync_accumulation", self.stage == 1, 2, "stage 1 holds whole gradients and sends once a step"),
+            ("prefetch", is_whole_module, 3, "only stage 3 gathers parameters block by block"),
+            ("param_dtype", is_whole_module, 3, "stages 1 and 2 keep fp32 parameters whole on every rank"),
+        ):
+            given = getattr(self, option)
+            if is_unused and given is not None and given is not False:
+                yield (
+                    f"strategy.{option}={as_typed(given)} with stage {self.stage} has no effect: {why}; type "
+                    f"strategy.stage={stage} (or strategy=zero{stage}), or leave it out"
+                )
 
     def precision_problems(self, precision: str) -> Iterator[str]:
         """Yield the problems of the options with a ``precision``."""
@@ -100,16 +98,6 @@ class ZeroOptions(AveragedOptions):
         """See the base class."""
         yield from super().run_problems(run)
         yield from self.precision_problems(str(run.cfg.precision))
-
-    def _prefetch_problems(self) -> Iterator[str]:
-        given = f"strategy.prefetch={self.prefetch}"
-        if self.prefetch is not None and not is_whole(self.prefetch, 0):
-            yield f"{given}: must be a whole number of blocks, 0 for none; leave it out for 1"
-        elif self.prefetch is not None and self.stage != 3:
-            yield (
-                f"{given} with stage {self.stage} has no effect: only stage 3 gathers parameters block by block. Leave "
-                "it out, or type strategy.stage=3"
-            )
 
     def layout_problems(self, layout: Layout) -> Iterator[str]:
         """See the base class."""

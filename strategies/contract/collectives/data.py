@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -102,14 +103,12 @@ class MetricSync:
 
     def __init__(self, group: dist.ProcessGroup, complete: Callable[[Metric], None] | None = None) -> None:
         self._group, self._complete = group, complete
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = ExitStack()
         self._uncached: list[Metric] = []
 
     def install(self) -> None:
-        """Patch torchmetrics; idempotent."""
-        if self._replaced:
-            return
-        self._replace(Metric, "sync", self._synced(Metric.sync))
+        """Patch torchmetrics."""
+        self._patches.enter_context(patch.object(Metric, "sync", self._synced(Metric.sync)))
         original = torchmetrics.utilities.distributed.gather_all_tensors
 
         def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
@@ -117,7 +116,7 @@ class MetricSync:
 
         for module in list(sys.modules.values()):  # includes modules that imported it by name
             if getattr(module, "__dict__", {}).get("gather_all_tensors") is original:
-                self._replace(module, "gather_all_tensors", gather_all_tensors)
+                self._patches.enter_context(patch.object(module, "gather_all_tensors", gather_all_tensors))
 
     def remove(self, module: nn.Module) -> None:
         """Undo :meth:`install`; metrics of ``module`` keep synchronizing over the data ranks."""
@@ -125,16 +124,10 @@ class MetricSync:
             for metric in _metrics_of(module):
                 if _is_world(metric.process_group):
                     metric.process_group = metric.__dict__[_GROUP] = self._group
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
+        self._patches.close()
         for metric in self._uncached:
             metric.compute_with_cache = True
-        self._replaced.clear()
         self._uncached.clear()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
 
     def _synced(self, original: Callable[..., None]) -> Callable[..., None]:
         def sync(

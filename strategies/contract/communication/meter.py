@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,7 +38,7 @@ Counts = dict[tuple[str, str], Sent]
 _active: list[CommunicationMeter] = []  # meters of this process
 
 
-class CommunicationMeter:
+class CommunicationMeter(AbstractContextManager[Any]):
     """Counter of the bytes this rank sends, from construction until :meth:`stop`; also a context manager.
 
     Every collective of ``torch.distributed`` counts when it starts
@@ -65,16 +66,6 @@ class CommunicationMeter:
         """Operators of this version of torch that may communicate but are not counted."""
         return unknown_operators()
 
-    def count(self, axis: str, kind: str, sent: float) -> None:
-        """Count a message over a link outside of torch's process groups.
-
-        Args:
-            axis: such as ``"server"``.
-            kind: such as ``"push"``.
-            sent: bytes.
-        """
-        self._add(axis, kind, Sent(1, sent, sent))
-
     def take(self) -> Counts:
         """Return and reset the counts: (axis, kind of collective) -> sums."""
         with self._lock:
@@ -88,12 +79,7 @@ class CommunicationMeter:
         if self._stop is not None:
             self._stop()
 
-    def __enter__(self) -> CommunicationMeter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _on_call(self, call: CollectiveCall) -> None:
@@ -127,6 +113,12 @@ class CommunicationMeter:
 
 
 def count_sent(axis: str, kind: str, sent: float) -> None:
-    """Report a message over a link outside of torch's process groups to all meters of this process."""
+    """Report a message over a link outside of torch's process groups to all meters of this process.
+
+    Args:
+        axis: such as ``"server"``.
+        kind: such as ``"push"``.
+        sent: bytes.
+    """
     for meter in tuple(_active):  # another thread may start or stop one
-        meter.count(axis, kind, sent)
+        meter._add(axis, kind, Sent(1, sent, sent))

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.read.run_state import map_tree
+from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.shards import spread_like
 
@@ -143,18 +145,13 @@ class Owners:
         return [[] for _ in range(self._size)]
 
     def _buckets(self, parts: Mapping[str, Tensor]) -> Iterator[list[str]]:
-        """Yield names that are exchanged together: of one dtype, up to the ranks' buffers."""
-        names: list[str] = []
-        size = 0
-        for name, part in parts.items():
-            nbytes = _num_bytes(self._owned[name].shape, part)
-            if names and (size + nbytes > self._bucket_bytes * self._size or part.dtype != parts[names[0]].dtype):
-                yield names
-                names, size = [], 0
-            names.append(name)
-            size += nbytes
-        if names:
-            yield names
+        """Return names that are exchanged together: of one dtype, up to the ranks' buffers."""
+        return bucketed(
+            parts,
+            lambda name: parts[name].dtype,
+            lambda name: _num_bytes(self._owned[name].shape, parts[name]),
+            self._bucket_bytes * self._size,
+        )
 
     @torch.no_grad()
     def _exchange(self, send: list[list[Tensor]], receive: list[list[Tensor]], dtype: torch.dtype) -> None:
@@ -178,7 +175,7 @@ class Owners:
 
     def spread(self, name: str, values: Any) -> Any:
         """Return the owner's state of a parameter, whole and on the CPU, on every rank. A collective."""
-        given = _on_cpu(values) if self.is_mine(name) else None
+        given = map_tree(values, Tensor, lambda tensor: tensor.detach().cpu()) if self.is_mine(name) else None
         return broadcast_value(given, self._owned[name].owner, self._group, self._device)
 
 
@@ -217,11 +214,3 @@ def _at(tensor: Tensor, box: _Box) -> Tensor:
 
 def _num_bytes(shape: Sequence[int], like: Tensor) -> int:
     return torch.Size(shape).numel() * like.element_size()
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_cpu(each) for key, each in value.items()}
-    return [_on_cpu(each) for each in value] if isinstance(value, list) else value

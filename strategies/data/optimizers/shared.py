@@ -99,8 +99,9 @@ class SharedOptimizers:
         self.owners = None
         self._divide()
         self._steps = [(optimizer, PartSteps(self.owners)) for optimizer in optimizers]
+        self.exchange()
         for optimizer, steps in self._steps:
-            optimize_shards(optimizer, shards)
+            _split_states(optimizer, shards)
             held = (p for group in optimizer.param_groups for p in group["params"])
             if self.owners is not None or any(isinstance(p, DTensor) for p in held):
                 steps.attach(optimizer)
@@ -195,10 +196,8 @@ class SharedOptimizers:
         )
 
 
-def optimize_shards(optimizer: Optimizer, shards: Mapping[nn.Parameter, ParameterShard]) -> None:
-    """Replace whole parameters of ``optimizer`` by their shards, and its state by the parts."""
-    for group in optimizer.param_groups:
-        group["params"][:] = [shards[p].optimized if p in shards else p for p in group["params"]]
+def _split_states(optimizer: Optimizer, shards: Mapping[nn.Parameter, ParameterShard]) -> None:
+    """Replace the state of whole parameters by that of their shards."""
     for parameter, shard in shards.items():
         values = optimizer.state.pop(parameter, None)
         if values is not None:

@@ -31,7 +31,6 @@ class GatheredWrites:
     def __init__(self, state: Any) -> None:
         self._groups = parameter_groups(state)
         self._versions: dict[int, int] = {}
-        self._rows: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> None:
         """Record the versions of shards, right after gathering."""
@@ -47,16 +46,9 @@ class GatheredWrites:
             whole = parameter._unsharded_param.detach()
             if whole.untyped_storage().data_ptr() != parameter.all_gather_outputs[0].untyped_storage().data_ptr():
                 refuse_new_data(parameter._module_info.param_name)
-            first, last = self._rows_of(parameter, whole)
+            first, last = rows_of(whole, parameter.mesh_info.shard_mesh_size, parameter.mesh_info.shard_mesh_rank)
             shard.copy_(whole[first:last])
             self._versions[id(parameter)] = shard._version
-
-    def _rows_of(self, parameter: Any, whole: Tensor) -> tuple[int, int]:
-        rows = self._rows.get(id(parameter))
-        if rows is None:
-            info = parameter.mesh_info
-            rows = self._rows[id(parameter)] = rows_of(whole, info.shard_mesh_size, info.shard_mesh_rank)
-        return rows
 
     def gathered(self) -> Iterator[tuple[Tensor, DTensor]]:
         """Yield each gathered parameter and its shard."""

@@ -73,7 +73,7 @@ def fastest_depth(root: nn.Module, link: MeasuredLink, compute: float, reduces: 
     if not blocks:
         return None, ""
     device = computing_device(root)
-    size, gathered = max(whole_bytes(block) for block in blocks), max(gathered_bytes(block) for block in blocks)
+    size, gathered = max(map(whole_bytes, blocks)), max(map(gathered_bytes, blocks))
     passes = compute / len(blocks)
     times = BlockTimes(
         blocks=len(blocks),

@@ -73,13 +73,11 @@ class RoundedGroup(FSDPParamGroup):
         super().pre_backward(*args)
 
     def _round(self, rounds: bool) -> None:
-        if rounds is not self._rounds:
-            self._switch()
-
-    def _switch(self) -> None:
+        if rounds is self._rounds:
+            return
         drop_gathered(self)
         self._to_sharded()
-        self._rounds = not self._rounds
+        self._rounds = rounds
         self._choose_dtype()
         for parameter in self._rounded:
             others = self._others.pop(parameter, ([], None))

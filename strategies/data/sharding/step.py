@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Set
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -109,18 +109,12 @@ class Step(nn.Module):
         self.running = True
         self.writes.begin()
         try:
-            with self._watching(method):
+            with forbidding_lost_updates(), self.uses.watching(method):
                 output = self.guard(partial(getattr(self.module, method), *args, **kwargs))
         finally:
             self.running = False
         self.writes.keep()
         return output
-
-    @contextmanager
-    def _watching(self, method: str) -> Iterator[None]:
-        """Watch uses of split parameters, and refuse double backward."""
-        with forbidding_lost_updates(), self.uses.watching(method):
-            yield
 
     def begin_backward(self, loss: Tensor) -> None:
         """Prepare a backward pass run by the user's step."""
