@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,8 @@ class ParameterServerOptions(StrategyOptions):
     @property
     def bound(self) -> int | None:
         """Steps that a worker may be ahead of the slowest; ``None``: unbounded."""
-        return _STALENESS if self.consistency == "ssp" and self.staleness is None else self.staleness
+        of_ssp = _STALENESS if self.staleness is None else self.staleness
+        return {"sync": 0, "ssp": of_ssp, "async": None}[self.consistency]
 
     @property
     def serving_ranks(self) -> int:
@@ -237,25 +238,6 @@ class ParameterServerOptions(StrategyOptions):
                     f"{key}.every_n_steps={every} {ending}: workers make unequal numbers of steps; type "
                     f"{key}.every_n_epochs=1"
                 )
-
-
-def learning_rate_warning(consistency: str, workers: int, groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the warning about learning rates of workers that step independently.
-
-    Args:
-        consistency: ``"ssp"`` or ``"async"``.
-        workers: how many.
-        groups: of all optimizers, with initial learning rate and momentum.
-    """
-    rate = max((float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups), default=0.0)
-    momentum = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
-    lower = f", and lower momentum={momentum:g}, which every worker feeds" if momentum else ""
-    return (
-        f"consistency={consistency}: {workers} workers make {workers} steps, each from a smaller batch, where "
-        f"synchronous workers make one, so training with a learning rate chosen for those may diverge. Divide "
-        f"lr={rate:g} by about {workers} (optimizer.lr={rate / workers:.2g}) unless you did{lower}; or type "
-        "strategy.consistency=sync."
-    )
 
 
 def push_problems(compression: Any) -> list[str]:

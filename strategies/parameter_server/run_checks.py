@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.strategies.base.optimizer_probe import study
 from trainwright.strategies.contract.same_model import varying_buffers
-from trainwright.strategies.parameter_server.options import ParameterServerOptions, learning_rate_warning
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.problems import needs_interface, rank_problems
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
 
@@ -104,9 +104,18 @@ def refuse_other_optimizers(digests: Sequence[int]) -> None:
 
 def warn_of_learning_rates(options: ParameterServerOptions, workers: int, optimizers: Sequence[Optimizer]) -> None:
     """Warn about learning rates where workers step independently."""
-    if options.consistency != "sync" and workers > 1 and not options.scale_by_staleness:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        rank_zero_warn(learning_rate_warning(options.consistency, workers, groups))
+    if options.consistency == "sync" or workers == 1 or options.scale_by_staleness:
+        return
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rate = max((float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups), default=0.0)
+    momentum = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
+    lower = f", and lower momentum={momentum:g}, which every worker feeds" if momentum else ""
+    rank_zero_warn(
+        f"consistency={options.consistency}: {workers} workers make {workers} steps, each from a smaller batch, where "
+        "synchronous workers make one, so training with a learning rate chosen for those may diverge. Divide "
+        f"lr={rate:g} by about {workers} (optimizer.lr={rate / workers:.2g}) unless you did{lower}; or type "
+        "strategy.consistency=sync."
+    )
 
 
 def log_varying_statistics(module: nn.Module) -> None:

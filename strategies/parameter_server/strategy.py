@@ -21,6 +21,7 @@ from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.base.parameter_memory import memory_problems
 from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.contract.groups import destroy_groups
 from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.parameter_server.dedicated_ranks import FitSignals, split_world
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
@@ -39,7 +40,7 @@ from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.factory import EndpointFactory
-from trainwright.strategies.parameter_server.worker.optimizer import ServedClipping, ServedOptimizer
+from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
 from trainwright.strategies.parameter_server.worker.parameter_readers import may_use_gradients
 from trainwright.strategies.parameter_server.worker.rejoining import (
     current_prefix,
@@ -47,7 +48,6 @@ from trainwright.strategies.parameter_server.worker.rejoining import (
     init_single_process_group,
     keep_offering,
     publish_prefix,
-    rebuild_process_group,
     run_store,
     take,
 )
@@ -222,14 +222,14 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             return  # nothing is trained
         refuse_optimizers(self.optimizers, self.servers)
-        self.optimizers = [ServedOptimizer(optimizer) for optimizer in self.optimizers]
+        in_step = self.options.averages_every_step
+        self.optimizers = [ServedOptimizer(optimizer, in_step) for optimizer in self.optimizers]
 
     def setup_precision_plugin(self) -> None:
         """Set up precision, with overflow checks and clipping on the average of all workers if they step together."""
         super().setup_precision_plugin()
-        served = self._served
-        if served is not None:
-            ServedClipping(served, self.options.averages_every_step).attach(self.precision_plugin)
+        if self._served is not None:
+            self._served.attach(self.precision_plugin)
 
     @property
     def _served(self) -> ServedOptimizer | None:
@@ -356,9 +356,12 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         assert self._store is not None
         assert self.client is not None
         self._returns = returns
+        destroy_groups()
+        store = dist.PrefixStore(f"{self.client.prefix}/world/{returns}", self._store)
         backend = self._get_process_group_backend()
-        name = f"{self.client.prefix}/world/{returns}"
-        rebuild_process_group(self._store, name, self.global_rank, self.world_size, backend, self._timeout)
+        dist.init_process_group(
+            backend, store=store, rank=self.global_rank, world_size=self.world_size, timeout=self._timeout
+        )
 
     # ---- steps and the end ------------------------------------------------------------------------------------------
 

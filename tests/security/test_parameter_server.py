@@ -28,7 +28,7 @@ from trainwright.strategies.parameter_server.messages.wire import (
     field,
     header,
 )
-from trainwright.strategies.parameter_server.server.clocks import Rules
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 
@@ -79,7 +79,7 @@ class Stranger:
 def test_128_attacks_after_which_the_server_makes_the_steps_of_its_worker(store: Any) -> None:
     """100 announcements and 4 links of strangers, 24 malformed requests of a worker of the run."""
     rng, plan, device = random.Random(4), Peer.plan_of(), Device()
-    server = Server(0, plan, Rules("async"), ServerRendezvous(store, PREFIX), 1, device)
+    server = Server(0, plan, ParameterServerOptions(consistency="async"), ServerRendezvous(store, PREFIX), 1, device)
     server.start()
     try:
         for _ in range(100):

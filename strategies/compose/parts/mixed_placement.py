@@ -251,11 +251,11 @@ class ServedByRanks(Tables):
         scale = max_norm / (norm + 1e-6)
         scale = scale if math.isnan(scale) else min(scale, 1.0)
         scale_gradients([local_tensor(p.grad) for p in dense], scale)  # type: ignore[arg-type]
-        self._served.clip(scale)
+        self._served.coefficient = scale
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamp the averaged gradient; see :class:`~trainwright.strategies.contract.precision.GradientClipper`."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         clip_gradient_value(self._dense(optimizer), limit)
         if self._served is not None and not self._overflows(optimizer):
-            self._served.clip_value(limit)
+            self._served.clip_value = limit

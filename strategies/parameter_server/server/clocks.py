@@ -1,35 +1,10 @@
-"""Consistency rules, worker clocks and the bound between them."""
+"""Worker clocks and the bound between them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 Consistency = Literal["sync", "ssp", "async"]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Treatment of pushes by servers.
-
-    Args:
-        consistency: ``"sync"``, ``"ssp"`` or ``"async"``.
-        staleness: steps that a worker may be ahead of the slowest, with ``"ssp"``.
-        delay_compensation: lambda of DC-ASGD (arXiv:1609.08326, section 3, constant lambda): a gradient g computed at
-            parameters v becomes ``g + lambda * g * g * (w - v)`` at current parameters w; 0: off.
-        scale_by_staleness: divide learning rates by the number of steps since the worker's pull (arXiv:1511.05950,
-            section 3).
-    """
-
-    consistency: Consistency
-    staleness: int | None = None
-    delay_compensation: float = 0.0
-    scale_by_staleness: bool = False
-
-    @property
-    def bound(self) -> int | None:
-        """Bound of :class:`Clocks` under these rules."""
-        return {"sync": 0, "ssp": self.staleness, "async": None}[self.consistency]
 
 
 class Clocks:
@@ -42,14 +17,9 @@ class Clocks:
 
     Args:
         bound: steps that a worker may be ahead of the slowest; ``None``: any number.
-
-    Raises:
-        ValueError: if ``bound`` is negative.
     """
 
     def __init__(self, bound: int | None) -> None:
-        if bound is not None and bound < 0:
-            raise ValueError(f"bound={bound} (allowed: a whole number of steps from 0, or None for no bound)")
         self.bound = bound
         self._clocks: dict[int, int] = {}
         self._waiting: set[int] = set()

@@ -17,8 +17,9 @@ from trainwright.strategies.contract.groups import wait_for_key
 from trainwright.strategies.parameter_server.messages import wire
 from trainwright.strategies.parameter_server.messages.requests import Operation, request_size
 from trainwright.strategies.parameter_server.messages.wire import HEADER, Device, Link, LinkError
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
-from trainwright.strategies.parameter_server.server.services import EndedError, Rules, ShardServices
+from trainwright.strategies.parameter_server.server.services import EndedError, ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 
 # Seconds to wait for a worker's thread on close; one blocked on a live worker ends with the process.
@@ -32,7 +33,7 @@ class Server:
     Args:
         number: its index.
         plan: of all shards.
-        rules: of consistency.
+        options: of consistency.
         meeting: where workers announce themselves.
         workers: initial number; no step is made before all are connected.
         device: of links.
@@ -44,14 +45,14 @@ class Server:
         self,
         number: int,
         plan: ShardPlan,
-        rules: Rules,
+        options: ParameterServerOptions,
         meeting: ServerRendezvous,
         workers: int,
         device: Device,
         codec: Codec | None = None,
         replaces: bool = False,
     ) -> None:
-        self.services = ShardServices(number, plan, rules, workers, codec, replaces)
+        self.services = ShardServices(number, plan, options, workers, codec, replaces)
         self.shard = self.services.shard
         self._number, self._plan, self._meeting, self._device = number, plan, meeting, device
         self._closing = threading.Event()
@@ -112,13 +113,13 @@ class Server:
 
     def _serve(self, worker: int, number: int) -> None:
         self.services.expect(worker, number)
-        link = None
+        link, has_left = None, False
         try:
             link = self._link(number)
             self._admit(link, worker, number)
             while self._answer(link, worker) != Operation.LEAVE:
                 pass
-            self.services.record_leave(number)
+            has_left = True
         except (LinkError, EndedError):
             pass  # the worker or the server is gone; other workers are served or notified
         except ContentError as error:  # a fault of this worker only
@@ -127,7 +128,7 @@ class Server:
                 if link is not None:
                     self.services.refuse(link, str(error))
         finally:
-            self.services.lose(worker, number, link)
+            self.services.lose(worker, number, link, has_left)
 
     def _link(self, number: int) -> Link:
         link = Link(self._meeting.client(), self._meeting.link(self._number, number), True, self._device)

@@ -17,7 +17,8 @@ from trainwright.strategies.parameter_server.messages.packing import pack, unpac
 from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, StepRequest, parse
 from trainwright.strategies.parameter_server.messages.sparse_rows import look_up, unpack_rows
 from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PART, PAYLOAD, Link, reading, whole
-from trainwright.strategies.parameter_server.server.clocks import Clocks, Rules
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
+from trainwright.strategies.parameter_server.server.clocks import Clocks
 from trainwright.strategies.parameter_server.server.end_notice import EndNoticeBoard
 from trainwright.strategies.parameter_server.server.rounds import Round
 from trainwright.strategies.parameter_server.server.shard import Shard, ShardPlan
@@ -38,22 +39,28 @@ class ShardServices:
     Args:
         number: index of the server.
         plan: of all shards.
-        rules: of consistency.
+        options: of consistency.
         workers: initial number; no step is made before all are connected.
         codec: of pushed gradients; ``None``: uncompressed.
         replaces: whether lost workers are restarted, so that meetings wait for them.
     """
 
     def __init__(
-        self, number: int, plan: ShardPlan, rules: Rules, workers: int, codec: Codec | None, replaces: bool
+        self,
+        number: int,
+        plan: ShardPlan,
+        options: ParameterServerOptions,
+        workers: int,
+        codec: Codec | None,
+        replaces: bool,
     ) -> None:
         self.shard = Shard(plan, number)
         self.links: list[Link] = []
         """Links to workers; also closed ones, for their traffic."""
         self.largest_spread = 0
         """Largest clock difference between the fastest and the slowest worker when one proceeded."""
-        self._number, self._plan, self._rules, self._codec = number, plan, rules, codec
-        self._clocks = Clocks(rules.bound)
+        self._number, self._plan, self._options, self._codec = number, plan, options, codec
+        self._clocks = Clocks(options.bound)
         self._changed = threading.Condition()
         self._awaited = set(range(workers))
         self._incarnations: dict[int, int] = {}
@@ -77,16 +84,13 @@ class ShardServices:
         with self._changed:
             self._incarnations[worker] = number
 
-    def record_leave(self, number: int) -> None:
-        """Record that the worker of a link leaves regularly."""
+    def lose(self, worker: int, number: int, link: Link | None, has_left: bool) -> None:
+        """Handle the end of a link, regular if its worker has left."""
         with self._changed:
-            self._gone.add(number)
-
-    def lose(self, worker: int, number: int, link: Link | None) -> None:
-        """Handle the end of a link."""
-        with self._changed:
+            if has_left:
+                self._gone.add(number)
             if self._incarnations.get(worker) == number:  # else it has reconnected
-                self._forget(worker, has_left=number in self._gone)
+                self._forget(worker, has_left)
         if link is not None:
             self._coming.pop(link, None)
             link.close()
@@ -275,7 +279,7 @@ class ShardServices:
         if notice.number:
             with self._changed:
                 self._ending.tell(notice, self._clocks)
-        push = self._push_together if self._rules.consistency == "sync" else self._push_alone
+        push = self._push_together if self._options.averages_every_step else self._push_alone
         push(link, worker, request, gradient, step)
 
     def _receive_gradient(self, link: Link, sparse_bytes: int) -> Tensor:
@@ -370,9 +374,10 @@ class ShardServices:
             self._until(lambda: not self._awaited)
             staleness = self._version - self._seen[worker]
             given = self._given.get(worker)
-            if given is not None:
-                gradient += self._rules.delay_compensation * gradient * gradient * (self.shard.flat - given)
-            factor = 1 / max(1, staleness) if self._rules.scale_by_staleness else 1.0
+            if given is not None:  # DC-ASGD (arXiv:1609.08326, section 3, constant lambda)
+                gradient += self._options.delay_compensation * gradient * gradient * (self.shard.flat - given)
+            # arXiv:1511.05950, section 3.
+            factor = 1 / max(1, staleness) if self._options.scale_by_staleness else 1.0
             self.shard.step(gradient, step.present, step.hyper, factor)
             self._version += 1
             self._clocks.tick(worker)
@@ -386,7 +391,7 @@ class ShardServices:
         """Return a copy of the parameters, since others may step them during the send."""
         self._seen[worker] = self._version
         parameters = self.shard.flat.clone()
-        if self._rules.delay_compensation:
+        if self._options.delay_compensation:
             self._given[worker] = parameters
         return parameters
 
@@ -402,7 +407,7 @@ class ShardServices:
             self._advance()
             self._until(lambda: self._meetings > before)
             self._seen[worker] = self._version
-            if self._rules.delay_compensation:
+            if self._options.delay_compensation:
                 self._given[worker] = self._met
             parameters, clock, returns = self._met, self._clocks.clock(worker), self._returns
             ending = self._ending_for(worker)

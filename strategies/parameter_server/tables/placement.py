@@ -27,7 +27,12 @@ def placement_problems(layout: Layout, placement: Any, servers: Any, interface: 
         interface: network interface of the servers.
     """
     if not placement:
-        yield from _without_effect({"table_servers": (servers, 1), "interface": (interface, None)})
+        for option, given, default in (("table_servers", servers, 1), ("interface", interface, None)):
+            if given != default:
+                yield (
+                    f"strategy.{option}={given} without strategy.placement has no effect: no parameter is on a server. "
+                    f"Leave it out, or type {_TYPED}"
+                )
     elif not isinstance(placement, Mapping):
         yield f"strategy.placement={placement}: must map patterns of names to targets; type {_TYPED}"
     elif set(placement.values()) <= set(TARGETS):
@@ -65,15 +70,6 @@ def placement_run_problems(run: PlannedRun, interface: str | None) -> Iterator[s
     for key, _, callback in run.parts("callbacks", "monitor"):
         if callback in AVERAGING_CALLBACKS:
             yield problems.tables_are_not_averaged(callback, key)
-
-
-def _without_effect(options: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
-    for option, (given, default) in options.items():
-        if given != default:
-            yield (
-                f"strategy.{option}={given} without strategy.placement has no effect: no parameter is on a server. "
-                f"Leave it out, or type {_TYPED}"
-            )
 
 
 def _target_problems(placement: Mapping[str, str], layout: Layout) -> Iterator[str]:

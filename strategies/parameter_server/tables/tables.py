@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.parameter_server.messages.wire import Device
-from trainwright.strategies.parameter_server.server.clocks import Rules
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, put_states, states_of
@@ -88,8 +88,10 @@ class ServedTables:
         self._lookups = Lookups(module, self.parameters)
         self._device = device
         self._client: Client | None = None
-        self._coefficient: float | None = None  # of pushed gradients that are not stepped yet
-        self._clip_value = 0.0
+        self.coefficient: float | None = None
+        """Scales the gradients pushed by :meth:`squares` in the next step."""
+        self.clip_value = 0.0
+        """Clamps the elements of the averaged gradient in the next step; 0: off."""
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._fetch()),
             optimizer.register_state_dict_post_hook(lambda *_: self._forget()),
@@ -107,7 +109,7 @@ class ServedTables:
     def start(self, rank: int, workers: int, meeting: ServerRendezvous, barrier: Callable[[], Any]) -> None:
         """Start servers and workers with the first rank's tables."""
         if rank < len(self.plan.held):
-            self.server = Server(rank, self.plan, Rules("sync"), meeting, workers, self._device)
+            self.server = Server(rank, self.plan, ParameterServerOptions(), meeting, workers, self._device)
             self.server.start()
         tables = range(len(self.parameters))
         self._client = Client(rank, self.plan, self.parameters, meeting, self._device, tables=tables)
@@ -192,18 +194,10 @@ class ServedTables:
         """Push gradients; returns the squared norm of their average over ranks."""
         return float(self.client.push(self.plan.hyper.read(self.optimizer.param_groups)).double().square().sum())
 
-    def clip(self, coefficient: float) -> None:
-        """Scale the gradients pushed by :meth:`squares` in the next step."""
-        self._coefficient = coefficient
-
-    def clip_value(self, limit: float) -> None:
-        """Clamp the elements of the averaged gradient in the next step."""
-        self._clip_value = limit
-
     def step(self) -> None:
         """Let servers step the tables; the user's optimizer sees no gradients of them."""
-        clip_value, self._clip_value = self._clip_value, 0.0
-        coefficient, self._coefficient = self._coefficient, None
+        clip_value, self.clip_value = self.clip_value, 0.0
+        coefficient, self.coefficient = self.coefficient, None
         self.client.step(self.plan.hyper.read(self.optimizer.param_groups), clip_value, coefficient, pulls=False)
         self.drop_gradients()
 

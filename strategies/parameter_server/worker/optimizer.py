@@ -24,11 +24,15 @@ class ServedOptimizer(Optimizer):
     Groups are shared, so schedulers, clipping and monitors of learning rates work unchanged. ``state_dict`` and
     ``load_state_dict`` have torch's standard form.
 
+    Where workers step together, clipping and overflow checks are of their averaged gradients: a
+    :class:`~trainwright.strategies.contract.precision.GradientClipper`.
+
     Args:
         optimizer: the user's, by the name that Lightning's LearningRateMonitor looks for in a wrapper.
+        in_step: whether all workers make each step together.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, in_step: bool) -> None:
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
         self.outdated = False
@@ -39,10 +43,13 @@ class ServedOptimizer(Optimizer):
         """True while the last micro-batch of a step runs."""
         self.shows_averages = False
         """True if hooks get the averaged gradients of all workers, which step together."""
+        self._in_step = in_step
+        # True if this step is skipped because a scaled gradient of some worker is not finite.
+        self._overflows = False
         self._client: Client | None = None
         self._plan: ShardPlan | None = None
         self._written: WrittenParameters | None = None
-        self._clip_value = 0.0
+        self._clip_value = 0.0  # of the averaged gradient in the next step
         self._coefficient: float | None = None  # of pushed gradients that are not stepped yet
         self.__setstate__({})
 
@@ -113,12 +120,30 @@ class ServedOptimizer(Optimizer):
 
     # ---- what the Trainer calls -------------------------------------------------------------------------------------
 
-    def clip_norm(self, max_norm: float, error_if_nonfinite: bool) -> None:
+    def attach(self, plugin: Precision) -> None:
+        """Set this as the clipper of a precision plugin."""
+        given: Any = plugin
+        if hasattr(given, "clipper"):
+            given.clipper = self if self._in_step else None
+        scaler = getattr(given, "scaler", None)
+        if isinstance(scaler, AgreedGradScaler):
+            scaler.always_agrees, scaler.agree = True, self._agree
+
+    def _agree(self, flag: Tensor) -> Tensor:
+        """Return whether any worker's gradients overflow, if all step together; otherwise this worker's."""
+        if self._in_step:
+            flag = flag.new_tensor(self.client.vote(float(flag)))
+        self._overflows = bool(flag)
+        return flag
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
         """Clip the average of all workers' gradients in the next step, by a norm computed on the servers.
 
         Raises:
             RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite`` is set.
         """
+        if self._overflows:
+            return
         assert self._plan is not None
         # Bit-identical to torch.nn.utils.clip_grad_norm_; NaN propagates.
         norm = torch.linalg.vector_norm(self.client.push(self._plan.hyper.read(self.param_groups)))
@@ -126,9 +151,10 @@ class ServedOptimizer(Optimizer):
             refuse_nonfinite(float(norm), max_norm)
         self._coefficient = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
-    def clip_value(self, limit: float) -> None:
+    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamp the elements of the averaged gradient in the next step."""
-        self._clip_value = limit
+        if not self._overflows:
+            self._clip_value = limit
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, push gradients and pull parameters."""
@@ -174,43 +200,3 @@ class _ServedState(UnreadableState):
     def clear(self) -> None:
         """Refuse to reset the state."""
         self._refuse()
-
-
-class ServedClipping:
-    """Clipping of the average of all workers; a :class:`~trainwright.strategies.contract.precision.GradientClipper`.
-
-    Args:
-        served: the optimizer stepped by servers.
-        in_step: whether all workers make each step together.
-    """
-
-    def __init__(self, served: ServedOptimizer, in_step: bool) -> None:
-        self._served, self._in_step = served, in_step
-        # True if this step is skipped because a scaled gradient of some worker is not finite.
-        self._overflows = False
-
-    def attach(self, plugin: Precision) -> None:
-        """Set this as the clipper of a precision plugin."""
-        given: Any = plugin
-        if hasattr(given, "clipper"):
-            given.clipper = self if self._in_step else None
-        scaler = getattr(given, "scaler", None)
-        if isinstance(scaler, AgreedGradScaler):
-            scaler.always_agrees, scaler.agree = True, self._agree
-
-    def clip_norm(self, optimizer: Optimizer, max_norm: float, error_if_nonfinite: bool) -> None:
-        """Scale the averaged gradient of the next step so that its norm is at most ``max_norm``."""
-        if not self._overflows:
-            self._served.clip_norm(max_norm, error_if_nonfinite)
-
-    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp the elements of the averaged gradient of the next step."""
-        if not self._overflows:
-            self._served.clip_value(limit)
-
-    def _agree(self, flag: Tensor) -> Tensor:
-        """Return whether any worker's gradients overflow, if all step together; otherwise this worker's."""
-        if self._in_step:
-            flag = flag.new_tensor(self._served.client.vote(float(flag)))
-        self._overflows = bool(flag)
-        return flag

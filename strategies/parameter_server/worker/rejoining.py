@@ -27,7 +27,6 @@ from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.memory.transfer import mark_transferred
 from trainwright.checkpoint.write.save import Content
 from trainwright.checkpoint.write.staging import Staging
-from trainwright.strategies.contract.groups import destroy_groups
 from trainwright.strategies.parameter_server.messages.wire import HEADER, PAYLOAD, Device, Link, reading
 from trainwright.strategies.parameter_server.options import INCARNATION
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
@@ -192,24 +191,6 @@ class LostWorkers:
 def init_single_process_group() -> None:
     """Create a process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def rebuild_process_group(
-    store: dist.Store, name: str, rank: int, size: int, backend: str | None, timeout: timedelta | None
-) -> None:
-    """Rebuild the process group of all ranks, which lost a member.
-
-    Args:
-        store: of the run.
-        name: of the group, never used before.
-        rank: of this process.
-        size: number of all ranks.
-        backend: of the group; ``None``: torch's choice.
-        timeout: of its collectives; ``None``: torch's.
-    """
-    destroy_groups()
-    own = dist.PrefixStore(name, store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
 
 
 def run_store() -> dist.Store:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.strategies.parameter_server.messages.wire import Device
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server import sharder
-from trainwright.strategies.parameter_server.server.clocks import Rules
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
@@ -59,7 +59,7 @@ class Peer:
         store: for the rendezvous; ``None``: that of the default process group.
         serves: whether the first ranks run servers.
         least_numel: least elements of a part; ``None``: no parts.
-        **rules: see :class:`Rules`.
+        **rules: see :class:`ParameterServerOptions`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Peer:
         device = Device()
         self.server: Server | None = None
         if serves and rank < servers:
-            self.server = Server(rank, self.plan, Rules(**rules), meeting, workers, device, codec)
+            self.server = Server(rank, self.plan, ParameterServerOptions(**rules), meeting, workers, device, codec)
             self.server.start()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         module = None if least_numel is None else self.model
@@ -118,11 +118,13 @@ class Peer:
         self.client.step(hyper, coefficient=None if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6)))
         return loss.item()
 
-    def end(self) -> None:
-        """Leave, and close the server."""
+    def end(self) -> Tensor:
+        """Meet a last time, leave, and close the server; returns the parameters."""
+        self.client.meet()
         self.client.leave()
         if self.server is not None:
             self.server.close()
+        return flat(self.model)
 
 
 def _plan(model: nn.Module, optimizer: torch.optim.Optimizer, servers: int) -> ShardPlan:

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from trainwright.strategies.parameter_server.server.clocks import Clocks, Rules
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
+from trainwright.strategies.parameter_server.server.clocks import Clocks
 from trainwright.strategies.parameter_server.server.sharder import share_out
 
 SHAPES = [(1000, 8), (30, 10), (10,), (), (200, 3), (7, 0)]
@@ -33,7 +34,7 @@ def test_no_worker_exceeds_the_bound(bound):
 
 
 def test_asynchronous_workers_never_wait():
-    clocks = Clocks(Rules("async").bound)
+    clocks = Clocks(ParameterServerOptions(consistency="async").bound)
     clocks.join(0)
     clocks.join(1)
     for _ in range(1000):
@@ -43,7 +44,7 @@ def test_asynchronous_workers_never_wait():
 
 
 def test_lost_and_waiting_workers_block_no_one():
-    clocks = Clocks(Rules("ssp", 1).bound)
+    clocks = Clocks(ParameterServerOptions(consistency="ssp", staleness=1).bound)
     for worker in range(3):
         clocks.join(worker)
     clocks.tick(0)

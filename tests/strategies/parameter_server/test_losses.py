@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from tests.strategies.parameter_server.core import Peer, flat
+from trainwright.strategies.parameter_server.messages.wire import Device
+from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server import sharder
+from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
+from trainwright.strategies.parameter_server.server.server import Server
 
 WORKERS, STEPS, DIES_AT = 3, 12, 3
 
@@ -54,16 +58,13 @@ def fork(worker: int, rules: dict[str, Any], replaces: bool = False) -> int:
 
 def serve(rules: dict[str, Any]) -> Any:
     """Serve, after starting the workers, before there are threads."""
-    from trainwright.strategies.parameter_server.messages.wire import Device
-    from trainwright.strategies.parameter_server.server.clocks import Rules
-    from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
-    from trainwright.strategies.parameter_server.server.server import Server
-
     pids = [fork(worker, rules) for worker in range(WORKERS)] + [fork(1, rules, replaces=True)]
     store = dist.FileStore("store", -1)
     with patch.object(sharder, "LEAST_NUMEL", 4):
         plan = Peer.plan_of().in_parts()
-    server = Server(0, plan, Rules(**rules), ServerRendezvous(store, "parameter_server"), WORKERS, Device())
+    server = Server(
+        0, plan, ParameterServerOptions(**rules), ServerRendezvous(store, "parameter_server"), WORKERS, Device()
+    )
     server.start()
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     results = [json.loads(store.get(f"result/{worker}")) for worker in range(WORKERS)] if not any(ends[2:]) else []

@@ -15,8 +15,10 @@ from trainwright.recipes.tables.wide_deep import ClickData, WideDeep
 from trainwright.strategies.parameter_server.messages.sparse_rows import pack_rows, touched_rows, unpack_rows
 from trainwright.strategies.parameter_server.server import sharder
 from trainwright.strategies.parameter_server.server.shard import refuse_unserved
-from trainwright.strategies.parameter_server.server.sharder import share_out
+from trainwright.strategies.parameter_server.server.sharder import places, share_out
 from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
+from trainwright.strategies.parameter_server.worker.deferred_pull import put_slices
+from trainwright.strategies.parameter_server.worker.overlapped_push import rows
 
 SHAPES = [(40, 3), (7,), (30, 2, 2), (), (5, 2)]
 
@@ -26,31 +28,22 @@ SHAPES = [(40, 3), (7,), (30, 2, 2), (), (5, 2)]
 def test_pack_and_unpack_rows(dtype: torch.dtype, sparse: bool) -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
-    for table, rows in ((0, [2, 3, 39]), (2, [])):
+    for table, kept in ((0, [2, 3, 39]), (2, [])):
         keep = torch.zeros_like(gradients[table])
-        keep[rows] = gradients[table][rows]
+        keep[kept] = gradients[table][kept]
         gradients[table] = keep.to_sparse(1) if sparse else keep
     found = [torch.zeros_like(each.to_dense()) for each in gradients]
     for pieces in share_out(SHAPES, 2):
         few = [touched_rows(gradients[p.parameter], p) if p.parameter in (0, 2) else None for p in pieces]
-        parts = [gradients[p.parameter].to_dense() for p in pieces]
-        rows = [part[p.start : p.stop] if part.dim() else part for part, p in zip(parts, pieces, strict=True)]
-        flat = torch.cat([part.flatten() for part in rows])
+        flat = torch.cat([rows(gradients[piece.parameter], piece).flatten() for piece in pieces])
         unread = flat.clone()
-        first = 0
-        for piece, each in zip(pieces, few, strict=True):
+        for (_, place), each in zip(places(pieces, unread), few, strict=True):
             if each is not None:
-                unread[first : first + piece.numel] = float("nan")
-            first += piece.numel
+                place.fill_(float("nan"))
         message = pack_rows(unread, pieces, few)
         assert torch.equal(unpack_rows(message, pieces, dtype), flat)
         assert message.numel() < flat.nbytes + 8 * len(pieces)
-        first = 0
-        for piece in pieces:
-            target = found[piece.parameter]
-            target = target[piece.start : piece.stop] if target.dim() else target
-            target.copy_(flat[first : first + piece.numel].view(piece.shape))
-            first += piece.numel
+        put_slices(pieces, flat, found)
     assert all(torch.equal(a, b.to_dense()) for a, b in zip(found, gradients, strict=True))
 
 
