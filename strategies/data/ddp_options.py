@@ -15,12 +15,5 @@ class DDPOptions(AveragedOptions):
     # Search for parameters unused in a step (walks the graph at every step); false = off, such a parameter is an error.
     find_unused_parameters: bool = False
 
-    @property
-    def takes_sparse_gradients(self) -> bool:
-        """See the base class."""
-        return True
-
-    @property
-    def planned_as(self) -> str | None:
-        """See the base class."""
-        return "ddp"
+    takes_sparse_gradients = True
+    planned_as = "ddp"

@@ -17,6 +17,8 @@ class SingleOptions(StrategyOptions):
     # The checks of `compression` refuse a single replica.
     averages_gradients = True
     takes_mps = True
+    takes_sparse_gradients = True
+    planned_as = "single"
 
     def layout(self) -> Layout:
         """Return the layout of one rank."""
@@ -31,16 +33,6 @@ class SingleOptions(StrategyOptions):
         if world_size != 1:
             raise ValueError(too_many_devices(world_size))
         return Layout()
-
-    @property
-    def takes_sparse_gradients(self) -> bool:
-        """See the base class."""
-        return True
-
-    @property
-    def planned_as(self) -> str:
-        """See the base class."""
-        return "single"
 
 
 def too_many_devices(number: int) -> str:

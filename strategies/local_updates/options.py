@@ -45,19 +45,11 @@ class LocalUpdateOptions(HybridOptions):
     warmup_steps: int = 0
 
     averages_gradients = False
+    averages_every_step = False
+    planned_as = None
     # Options that make each step that of one process.
     as_one_process: ClassVar[Mapping[str, Any]] = {"sync_every": 1}
     name: ClassVar[str]
-
-    @property
-    def planned_as(self) -> None:
-        """``None``: local updates are not planned."""
-        return
-
-    @property
-    def averages_every_step(self) -> bool:
-        """See the base class."""
-        return False
 
     def difference_from_one_process(self, steps: int, compression: str) -> str | None:
         """See the base class."""

@@ -62,6 +62,8 @@ class ParameterServerOptions(StrategyOptions):
     # Overlap pushes with backward, and pulls with the next forward; false = off.
     overlap: bool = True
 
+    takes_sparse_gradients = True
+
     # ---- facts ----------------------------------------------------------------------------------------------------
 
     @property
@@ -74,11 +76,6 @@ class ParameterServerOptions(StrategyOptions):
     def serving_ranks(self) -> int:
         """See the base class."""
         return self.servers if self.server_ranks == OWN else 0
-
-    @property
-    def takes_sparse_gradients(self) -> bool:
-        """See the base class."""
-        return True
 
     @property
     def averages_every_step(self) -> bool:

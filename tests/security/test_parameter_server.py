@@ -31,6 +31,7 @@ from trainwright.strategies.parameter_server.messages.wire import (
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
+from trainwright.strategies.parameter_server.server.services import ShardServices
 
 Payload = tuple[torch.Tensor, int]
 
@@ -79,7 +80,8 @@ class Stranger:
 def test_128_attacks_after_which_the_server_makes_the_steps_of_its_worker(store: Any) -> None:
     """100 announcements and 4 links of strangers, 24 malformed requests of a worker of the run."""
     rng, plan, device = random.Random(4), Peer.plan_of(), Device()
-    server = Server(0, plan, ParameterServerOptions(consistency="async"), ServerRendezvous(store, PREFIX), 1, device)
+    services = ShardServices(0, plan, ParameterServerOptions(consistency="async"), 1)
+    server = Server(services, ServerRendezvous(store, PREFIX), device)
     server.start()
     try:
         for _ in range(100):

@@ -12,15 +12,12 @@ import torch
 
 from trainwright.core.processes.machine import with_threads_of_caller
 from trainwright.core.text.bounded import ContentError
-from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.contract.groups import wait_for_key
 from trainwright.strategies.parameter_server.messages import wire
 from trainwright.strategies.parameter_server.messages.requests import Operation, request_size
 from trainwright.strategies.parameter_server.messages.wire import HEADER, Device, Link, LinkError
-from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.services import EndedError, ShardServices
-from trainwright.strategies.parameter_server.server.shard import ShardPlan
 
 # Seconds to wait for a worker's thread on close; one blocked on a live worker ends with the process.
 _PATIENCE = 5.0
@@ -31,30 +28,14 @@ class Server:
     """Server of one shard.
 
     Args:
-        number: its index.
-        plan: of all shards.
-        options: of consistency.
+        services: of the shard.
         meeting: where workers announce themselves.
-        workers: initial number; no step is made before all are connected.
         device: of links.
-        codec: of pushed gradients; ``None``: uncompressed.
-        replaces: whether lost workers are restarted, so that meetings wait for them.
     """
 
-    def __init__(
-        self,
-        number: int,
-        plan: ShardPlan,
-        options: ParameterServerOptions,
-        meeting: ServerRendezvous,
-        workers: int,
-        device: Device,
-        codec: Codec | None = None,
-        replaces: bool = False,
-    ) -> None:
-        self.services = ShardServices(number, plan, options, workers, codec, replaces)
-        self.shard = self.services.shard
-        self._number, self._plan, self._meeting, self._device = number, plan, meeting, device
+    def __init__(self, services: ShardServices, meeting: ServerRendezvous, device: Device) -> None:
+        self.services, self.shard = services, services.shard
+        self._number, self._meeting, self._device = services.number, meeting, device
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -136,7 +117,8 @@ class Server:
         return link
 
     def _receive(self, link: Link, patience: timedelta = wire.PATIENCE) -> torch.Tensor:
-        return link.fetch(torch.zeros(request_size(self._plan, self._number), dtype=torch.float64), HEADER, patience)
+        size = request_size(self.services.plan, self._number)
+        return link.fetch(torch.zeros(size, dtype=torch.float64), HEADER, patience)
 
     def _admit(self, link: Link, worker: int, number: int) -> None:
         """Authenticate a worker before handling requests.

@@ -51,15 +51,15 @@ class ShardServices:
         plan: ShardPlan,
         options: ParameterServerOptions,
         workers: int,
-        codec: Codec | None,
-        replaces: bool,
+        codec: Codec | None = None,
+        replaces: bool = False,
     ) -> None:
         self.shard = Shard(plan, number)
         self.links: list[Link] = []
         """Links to workers; also closed ones, for their traffic."""
         self.largest_spread = 0
         """Largest clock difference between the fastest and the slowest worker when one proceeded."""
-        self._number, self._plan, self._options, self._codec = number, plan, options, codec
+        self.number, self.plan, self._options, self._codec = number, plan, options, codec
         self._clocks = Clocks(options.bound)
         self._changed = threading.Condition()
         self._awaited = set(range(workers))
@@ -240,7 +240,7 @@ class ShardServices:
         wanted = self._replaces and self.wants_offer
         sent = [link.send(wire.header(wire.FIXED, operation=Status.OK, wanted=wanted, **fields), HEADER)]
         if payload is not None and in_parts:
-            parts = enumerate(self._plan.pulled_parts(self._number))
+            parts = enumerate(self.plan.pulled_parts(self.number))
             sent += [link.send(payload[part.start : part.stop], PART + number) for number, part in parts]
         elif payload is not None:
             sent.append(link.send(payload, PAYLOAD))
@@ -253,7 +253,7 @@ class ShardServices:
         Raises:
             ContentError: if it has another model.
         """
-        if whole(request, "digest") != self._plan.digest:
+        if whole(request, "digest") != self.plan.digest:
             raise ContentError(
                 f"worker {worker} has another model or optimizer than the server: names, shapes, dtypes and groups of "
                 "parameters must be the same on all ranks"
@@ -270,7 +270,7 @@ class ShardServices:
 
     def _push(self, link: Link, worker: int, request: Tensor) -> None:
         with reading("a push"):
-            step = parse(self._plan, request)
+            step = parse(self.plan, request)
             if wire.field(request, "parts"):
                 gradient = self._receive_rest(link, whole(request, "bytes"), step.late)
             else:
@@ -295,7 +295,7 @@ class ShardServices:
     def _parts(self, link: Link, worker: int, request: Tensor) -> None:
         """Receive gradients in parts, during the worker's backward; no reply."""
         self._wait_for_parts(link)  # of a step that was skipped
-        gradient, parts = torch.zeros_like(self.shard.flat), self._plan.parts[self._number]
+        gradient, parts = torch.zeros_like(self.shard.flat), self.plan.parts[self.number]
         works = [
             link.receive(gradient[part.start : part.stop], PART + number)
             for number, part in enumerate(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trainwright.strategies.parameter_server.messages.wire import Device
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
+from trainwright.strategies.parameter_server.server.services import ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan, put_states, states_of
 from trainwright.strategies.parameter_server.tables.lookups import Lookups, has_standard_forward
 from trainwright.strategies.parameter_server.worker.client import Client
@@ -92,11 +94,10 @@ class ServedTables:
         """Scales the gradients pushed by :meth:`squares` in the next step."""
         self.clip_value = 0.0
         """Clamps the elements of the averaged gradient in the next step; 0: off."""
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._fetch()),
-            optimizer.register_state_dict_post_hook(lambda *_: self._forget()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._reloaded()),
-        ]
+        self._hooks = ExitStack()
+        self._hooks.enter_context(optimizer.register_state_dict_pre_hook(lambda _: self._fetch()))
+        self._hooks.enter_context(optimizer.register_state_dict_post_hook(lambda *_: self._forget()))
+        self._hooks.enter_context(optimizer.register_load_state_dict_post_hook(lambda _: self._reloaded()))
 
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
@@ -109,7 +110,8 @@ class ServedTables:
     def start(self, rank: int, workers: int, meeting: ServerRendezvous, barrier: Callable[[], Any]) -> None:
         """Start servers and workers with the first rank's tables."""
         if rank < len(self.plan.held):
-            self.server = Server(rank, self.plan, ParameterServerOptions(), meeting, workers, self._device)
+            services = ShardServices(rank, self.plan, ParameterServerOptions(), workers)
+            self.server = Server(services, meeting, self._device)
             self.server.start()
         tables = range(len(self.parameters))
         self._client = Client(rank, self.plan, self.parameters, meeting, self._device, tables=tables)
@@ -130,7 +132,7 @@ class ServedTables:
         """Fetch tables and states, and stop the servers. A collective."""
         self.bring_back()
         self._fetch()
-        self._remove_hooks()
+        self._hooks.close()
         barrier()  # no rank leaves before all have what they need
         self.client.leave()
         if self.server is not None:
@@ -139,7 +141,7 @@ class ServedTables:
 
     def stop(self) -> None:
         """Disconnect at once; other ranks notice."""
-        self._remove_hooks()
+        self._hooks.close()
         self._lookups.end()
         client, server = self._client, self.server
         self._client = self.server = None
@@ -147,11 +149,6 @@ class ServedTables:
             client.drop()
         if server is not None:
             server.close()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     # ---- states -----------------------------------------------------------------------------------------------------
 

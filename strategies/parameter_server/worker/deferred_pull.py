@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -49,11 +50,11 @@ class DeferredPull:
             for number, part in enumerate(plan.pulled_parts(server)):
                 for index in {held[each].parameter for each in part.slices}:
                     self._keys.setdefault(id(parameters[index]), []).append((server, number))
-        self._handles = []
+        self._hooks = ExitStack()
         for each in module.modules():
             own = [id(p) for p in each.parameters(recurse=False) if id(p) in self._keys]
             if own:
-                self._handles.append(each.register_forward_pre_hook(_PullBeforeForward(self, own)))
+                self._hooks.enter_context(each.register_forward_pre_hook(_PullBeforeForward(self, own)))
 
     @property
     def has_all(self) -> bool:
@@ -100,9 +101,7 @@ class DeferredPull:
     def close(self) -> None:
         """Remove the hooks."""
         self._pending = {}
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.close()
 
 
 class _PullBeforeForward:

@@ -16,6 +16,7 @@ from trainwright.strategies.parameter_server.messages.wire import Device
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
+from trainwright.strategies.parameter_server.server.services import ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
@@ -56,7 +57,8 @@ class EndpointFactory:
 
     def server(self, number: int, plan: ShardPlan, meeting: ServerRendezvous, workers: int, replaces: bool) -> Server:
         """Create and start a server."""
-        server = Server(number, plan, self._options, meeting, workers, self.device, self.codec, replaces)
+        services = ShardServices(number, plan, self._options, workers, self.codec, replaces)
+        server = Server(services, meeting, self.device)
         server.start()
         return server
 

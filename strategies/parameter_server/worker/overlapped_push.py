@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -47,9 +48,9 @@ class OverlappedPush:
         self._members = {
             (s, n): self._members_of(s, n) for s, parts in enumerate(plan.parts) for n in range(len(parts))
         }
-        self._handles = [
-            parameters[index].register_post_accumulate_grad_hook(partial(self._made, index)) for index in self._parts
-        ]
+        self._hooks = ExitStack()
+        for index in self._parts:
+            self._hooks.enter_context(parameters[index].register_post_accumulate_grad_hook(partial(self._made, index)))
 
     def _members_of(self, server: int, number: int) -> frozenset[int]:
         part = self._plan.parts[server][number]
@@ -77,9 +78,7 @@ class OverlappedPush:
     def close(self) -> None:
         """Remove the hooks."""
         self._runs = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.close()
 
     def _made(self, index: int, _: Tensor) -> None:
         if not self._runs:

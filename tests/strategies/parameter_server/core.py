@@ -13,6 +13,7 @@ from trainwright.strategies.parameter_server.options import ParameterServerOptio
 from trainwright.strategies.parameter_server.server import sharder
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
+from trainwright.strategies.parameter_server.server.services import ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
 
@@ -84,7 +85,8 @@ class Peer:
         device = Device()
         self.server: Server | None = None
         if serves and rank < servers:
-            self.server = Server(rank, self.plan, ParameterServerOptions(**rules), meeting, workers, device, codec)
+            services = ShardServices(rank, self.plan, ParameterServerOptions(**rules), workers, codec)
+            self.server = Server(services, meeting, device)
             self.server.start()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         module = None if least_numel is None else self.model

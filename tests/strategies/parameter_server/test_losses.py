@@ -16,6 +16,7 @@ from trainwright.strategies.parameter_server.options import ParameterServerOptio
 from trainwright.strategies.parameter_server.server import sharder
 from trainwright.strategies.parameter_server.server.rendezvous import ServerRendezvous
 from trainwright.strategies.parameter_server.server.server import Server
+from trainwright.strategies.parameter_server.server.services import ShardServices
 
 WORKERS, STEPS, DIES_AT = 3, 12, 3
 
@@ -62,9 +63,8 @@ def serve(rules: dict[str, Any]) -> Any:
     store = dist.FileStore("store", -1)
     with patch.object(sharder, "LEAST_NUMEL", 4):
         plan = Peer.plan_of().in_parts()
-    server = Server(
-        0, plan, ParameterServerOptions(**rules), ServerRendezvous(store, "parameter_server"), WORKERS, Device()
-    )
+    services = ShardServices(0, plan, ParameterServerOptions(**rules), WORKERS)
+    server = Server(services, ServerRendezvous(store, "parameter_server"), Device())
     server.start()
     ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     results = [json.loads(store.get(f"result/{worker}")) for worker in range(WORKERS)] if not any(ends[2:]) else []
