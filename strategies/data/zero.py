@@ -362,15 +362,11 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             stack.enter_context(super().block_backward_sync())
             for reducer in self._exchanges.reducers:
                 stack.enter_context(reducer.accumulate(shards_too=whole))
-            if step is None:
-                yield
-                return
-            set_sync = step.set_requires_gradient_sync if whole else step.set_requires_all_reduce
-            set_sync(False)
-            try:
-                yield
-            finally:
-                set_sync(True)
+            if step is not None:
+                set_sync = step.set_requires_gradient_sync if whole else step.set_requires_all_reduce
+                set_sync(False)
+                stack.callback(set_sync, True)
+            yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Set aside the gradients of toggled-off optimizers."""

@@ -74,11 +74,8 @@ def fit_link(axis: str, ranks: int, sizes: tuple[float, float], seconds: tuple[f
             lower bound of the bandwidth.
     """
     small, large = (least_bytes("all_reduce", size, ranks) for size in sizes)
-    if seconds[1] <= seconds[0]:
-        return MeasuredLink(axis, ranks, seconds[1] / (2 * (ranks - 1)), large / seconds[1])
-    bandwidth = (large - small) / (seconds[1] - seconds[0])
-    latency = max(seconds[0] - small / bandwidth, 0.0) / (2 * (ranks - 1))
-    return MeasuredLink(axis, ranks, latency, bandwidth)
+    way = fit_way(axis, (small, large), seconds)
+    return MeasuredLink(axis, ranks, way.latency / (2 * (ranks - 1)), 1 / way.per_byte)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"warmup_steps": 0},
+    "topk, bf16": {"warmup_steps": 0, "ratio": 0.1, "values": "bf16"},
     "topk, int8": {"warmup_steps": 0, "ratio": 0.1, "values": "int8"},
     "powersgd": {"rank": 1, "warmup_steps": 0, "values": "fp32"},
     "powersgd, bf16": {"rank": 1, "warmup_steps": 0, "values": "bf16"},

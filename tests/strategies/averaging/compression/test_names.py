@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from trainwright.strategies.averaging.compression.names import codec_of, make_compressor
 from trainwright.strategies.averaging.compression.options import (
@@ -59,36 +58,7 @@ def test_codecs() -> None:
             assert codec.encode(torch.ones(1, 64)).shape == (1, codec.row_bytes(64))
 
 
-ENCODED = [
-    ("topk", {"ratio": 0.1, "values": "bf16"}),
-    ("topk", {"ratio": 0.1, "values": "int8"}),
-    ("powersgd", {"rank": 2, "values": "bf16"}),
-    ("powersgd", {"rank": 2, "values": "fp16"}),
-]
-
-
-def averaged(steps: int) -> list[dict[str, torch.Tensor]]:
-    results = []
-    for name, options in ENCODED:
-        compressor = make_compressor(CompressionChoice(name, options))
-        state = compressor.new_state(SHAPES, dist.get_world_size(), torch.device("cpu"))
-        given, total = torch.zeros(2007), torch.zeros(2007)
-        for step in range(steps):
-            flat = torch.randn(2007, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            given += flat
-            compressor.average(flat, SHAPES, None, state)
-            total += flat
-        results.append({"given": given, "total": total, "kept": state["residual"]})
-    return results
-
-
-def test_encoded_values_send_less_and_residuals_keep_the_rest(ranks: Any) -> None:
-    found = ranks(averaged, 2, 6)
-    for index, (name, options) in enumerate(ENCODED):
-        first, second = (rank[index] for rank in found)
-        assert torch.equal(first["total"], second["total"])
-        lost = (first["given"] + second["given"] - first["kept"] - second["kept"]) / 2 - first["total"]
-        assert lost.abs().sum() / first["given"].abs().sum() < 1e-5
-        choices = [CompressionChoice(name, {**options, **values}) for values in ({}, {"values": "fp32"})]
-        sent = [make_compressor(choice).sent_bytes(SHAPES, 2) for choice in choices]
-        assert sent[0] < sent[1]
+@pytest.mark.parametrize(("name", "values"), [("topk", "bf16"), ("topk", "int8"), ("powersgd", "bf16")])
+def test_encoded_values_send_less(name: str, values: str) -> None:
+    encoded, exact = (CompressionChoice(name, {"values": each}) for each in (values, "fp32"))
+    assert make_compressor(encoded).sent_bytes(SHAPES, 2) < make_compressor(exact).sent_bytes(SHAPES, 2)
