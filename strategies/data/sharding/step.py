@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext, suppress
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class Step(nn.Module):
         self.running = False
         self.uses = SplitUses(module, lambda: self.writes.gathered())
         # Called inside the root's hooks; a pipeline ends a stage's part of the step there.
-        self.guard: Callable[[Callable[[], Any]], Any] = _call
+        self.guard: Callable[[Callable[[], Any]], Any] = call
         self.writes: GatheredWrites  # set once it is sharded
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +210,3 @@ def existing_step(module: nn.Module) -> Step | None:
     """Return the step of an already sharded module, or ``None``."""
     step = module.__dict__.get("_trainwright_step")
     return step if isinstance(step, FSDPModule) else None  # type: ignore[return-value]
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()

@@ -25,8 +25,7 @@ class EndNoticeBoard:
         if self._notice is None:
             self._notice = notice.number, time.monotonic() - notice.age
             # Training workers may be within a step; those at a meeting are not.
-            of_training = [clocks.clock(worker) + 1 for worker in clocks.training]
-            self._last = max([*of_training, *(clocks.clock(worker) for worker in clocks.workers)])
+            self._last = max(clocks.clock(worker) + (worker in clocks.training) for worker in clocks.workers)
 
     def of(self, clock: int) -> ReceivedNotice | None:
         """Return the notice for a worker at this clock, if any."""
