@@ -70,10 +70,7 @@ class CompressedAverage:
         if choice.sends != "gradients" and not against:
             self._average_in_adam()
         elif choice.sends == "auto":
-            rank_zero_info(
-                f"compression={choice.name} compresses gradients, not steps of Adam (compression.sends=auto): "
-                f"{against[0]}."
-            )
+            rank_zero_info(f"compression={choice.name} compresses gradients, not steps (sends=auto): {against[0]}.")
         self._parts = list(strategy._replica_parts())
         self._update_parts()
 
@@ -88,8 +85,7 @@ class CompressedAverage:
             rank_zero_warn(
                 f"compression={choice.name} with compression.warmup_steps={choice.warmup_steps}: Adam's variance is "
                 "frozen after so few steps, and where it is too small by chance, updates become huge (gpt diverged "
-                f"with 1). Type compression.warmup_steps=100, or better 15 to 25 % of the run; {LEAST_WARMUP} or more "
-                "are not warned about."
+                f"with 1). Type compression.warmup_steps=100, or better 15 to 25 % of the run; at least {LEAST_WARMUP}."
             )
 
     def _against_steps(self) -> Iterator[str]:

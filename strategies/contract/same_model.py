@@ -71,8 +71,7 @@ def refuse_different_models(module: nn.Module, device: torch.device) -> None:
     others = [rank for rank, each in enumerate(found) if each != found[0]]
     raise ValueError(
         f"Rank(s) {', '.join(map(str, others))} have a different model than rank 0: rank 0 has "
-        f"{difference_between(found[0], found[others[0]])}. Build the same module on every rank; it may not depend on "
-        "the rank, its machine or its data."
+        f"{difference_between(found[0], found[others[0]])}. Build the same module on every rank, whatever its data."
     )
 
 

@@ -38,6 +38,5 @@ class SingleOptions(StrategyOptions):
 def too_many_devices(number: int) -> str:
     """Return the error of several devices."""
     return (
-        f"strategy=single trains on one device, but this run has {number} (devices x nodes); type devices=1, or "
-        "strategy=ddp (or zero1, zero2, zero3)"
+        f"strategy=single trains on one device; this run has {number} (devices x nodes); type devices=1 or strategy=ddp"
     )

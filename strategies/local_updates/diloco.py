@@ -208,8 +208,8 @@ class OuterReplicas(LocalReplicas):
 
     def _dropped_text(self) -> str:
         return (
-            "the weights and optimizer states of its replicas were averaged, and the outer optimizer's state and the "
-            "state of individual replicas are dropped"
+            "the weights and optimizer states of its replicas were averaged, and the outer optimizer's state and each "
+            "replica's own state are dropped"
         )
 
     def _reset(self) -> None:

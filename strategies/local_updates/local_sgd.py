@@ -56,7 +56,4 @@ class AveragedReplicas(LocalReplicas):
         self._is_synced = True
 
     def _dropped_text(self) -> str:
-        return (
-            "the weights and optimizer states of its replicas were averaged, and the state of individual replicas is "
-            "dropped"
-        )
+        return "its replicas' weights and optimizer states were averaged, and each replica's own state is dropped"

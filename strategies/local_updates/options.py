@@ -74,8 +74,7 @@ class LocalUpdateOptions(HybridOptions):
         if self.communication != OFF:
             yield (
                 f"strategy.communication={self.communication} with local updates: it compares ways to average "
-                "gradients at every step, but these replicas do not; leave it out, or measure with strategy=ddp (or "
-                "zero1, zero2, zero3, hybrid)"
+                "gradients at every step, but these replicas do not; leave it out, or measure with strategy=ddp"
             )
         if self.average_by:
             yield (
@@ -98,8 +97,7 @@ class LocalUpdateOptions(HybridOptions):
             others = " x ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one rank"
             yield (
                 f"strategy.replicate=1 of {layout.world_size} rank(s) ({others}): there are no replicas to "
-                "synchronize; type devices=2 or more (with strategy.replicate=-1), or strategy=ddp (or hybrid) without "
-                "local updates"
+                "synchronize; type devices=2 or more (with strategy.replicate=-1), or strategy=ddp (or hybrid)"
             )
         for key, _, callback in run.parts("callbacks", "monitor"):
             if callback in AVERAGING_CALLBACKS:
@@ -208,10 +206,7 @@ class DiLoCoOptions(LocalUpdateOptions):
                 f"the next one of the same parameters begins; type strategy.overlap_steps={every - 1} or less"
             )
         if not is_number(self.mixing) or not 0 <= self.mixing < 1:
-            yield (
-                f"strategy.mixing={self.mixing!r} (allowed: 0, which takes the merged parameters only, or more, and "
-                "less than 1, which would keep a replica's own)"
-            )
+            yield f"strategy.mixing={self.mixing!r} (allowed: from 0, merged parameters only, to less than 1)"
 
     def _outer_problems(self) -> Iterator[str]:
         lr, momentum = self.outer_lr, self.outer_momentum
@@ -230,10 +225,7 @@ class DiLoCoOptions(LocalUpdateOptions):
         if not isinstance(self.compression, Mapping):
             return
         if "sends" in self.compression:
-            yield (
-                "strategy.compression.sends applies to averages of gradients, and has no effect on outer gradients; "
-                "leave it out"
-            )
+            yield "strategy.compression.sends is for averages and has no effect on outer gradients; leave it out"
         if "warmup_steps" in self.compression:
             yield (
                 "strategy.compression.warmup_steps applies to a compressed optimizer and has no effect on outer "

@@ -341,10 +341,7 @@ class LocalReplicas(Replicas):
             return []
         strategy = self._strategy
         if saved != strategy.layout:
-            return [
-                f"its layout was {saved}, not {strategy.layout}, so all replicas resume from the mean of their weights "
-                "and optimizer states"
-            ]
+            return [f"its layout was {saved}, not {strategy.layout}, so all resume from the mean weights and states"]
         own = self._of_this_rank(self._own())
         read_inner(source, inner_keys(source, strategy.global_rank), {**own, **self._remembered()})
         scaler = self._scaler()

@@ -111,10 +111,7 @@ class ParameterServerOptions(StrategyOptions):
         given = f"strategy.staleness={self.staleness} with strategy.consistency={self.consistency}"
         if self.consistency == "ssp" and not is_whole(self.bound, 1):
             hint = "; strategy.consistency=sync is a staleness of 0" if self.staleness == 0 else ""
-            yield (
-                f"{given}: must be a whole number of steps from 1 that a worker may be ahead of the slowest; type "
-                f"strategy.staleness={_STALENESS}{hint}"
-            )
+            yield f"{given}: must be a whole number of steps, at least 1; type strategy.staleness={_STALENESS}{hint}"
         elif self.consistency in ("sync", "async") and self.staleness is not None:
             yield f"{given}: it applies to strategy.consistency=ssp only; leave it out"
 
@@ -158,10 +155,7 @@ class ParameterServerOptions(StrategyOptions):
             yield needs_interface(cfg.nodes)
         for key, _, callback in run.parts("monitor", "callbacks"):
             if callback == "Norms":
-                yield (
-                    f"{key} with strategy=parameter_server: only servers see the averaged gradients of a step; type "
-                    f"monitor=default, or {key}=null"
-                )
+                yield f"{key}: only parameter servers see averaged gradients; type monitor=default, or {key}=null"
         if cfg.launch.recovery == "replicas":
             yield (
                 "launch.recovery=replicas with strategy=parameter_server: the state of a lost rank's server has no "
@@ -176,10 +170,7 @@ class ParameterServerOptions(StrategyOptions):
         if group.name == UNCOMPRESSED:
             return
         if self.compression not in (None, UNCOMPRESSED):
-            yield (
-                f"compression={group.name} with strategy.compression={self.compression}: both set the compression of "
-                "pushes; leave strategy.compression out"
-            )
+            yield f"compression={group.name} with strategy.compression={self.compression}: leave one of them out"
         elif not compression_problems(dict(group)):
             yield from push_problems(message_options(group))
 
@@ -199,10 +190,7 @@ class ParameterServerOptions(StrategyOptions):
         if cfg.trainer.max_time is not None:
             yield f"trainer.max_time={cfg.trainer.max_time} {ending}; type max_steps or max_epochs"
         if cfg.trainer.sync_batchnorm:
-            yield (
-                f"trainer.sync_batchnorm=true {ending}; leave it out: statistics are averaged when ranks meet (before "
-                "a validation, a save and the end of an epoch)"
-            )
+            yield f"trainer.sync_batchnorm=true {ending}; leave it out: statistics are averaged when ranks meet"
         if cfg.trainer.loss_weighting == "tokens":
             yield f"trainer.loss_weighting=tokens {ending}; type trainer.loss_weighting=micro_batch"
 
@@ -215,10 +203,7 @@ class ParameterServerOptions(StrategyOptions):
                 "type trainer.val_check_interval=1.0"
             )
         if isinstance(limit, float) and limit not in (0.0, 1.0):
-            yield (
-                f"trainer.limit_train_batches={limit} {ending}: type a whole number, micro-batches of each worker on "
-                "average"
-            )
+            yield f"trainer.limit_train_batches={limit} {ending}: type a whole number of micro-batches per worker"
         if trainer.data_partition != "interleave":
             yield (
                 f"trainer.data_partition={trainer.data_partition} {ending}: leases assign samples to ranks; type "
@@ -231,10 +216,7 @@ class ParameterServerOptions(StrategyOptions):
         for key, node, _ in run.parts("checkpoint"):
             every = node.get("every_n_steps") if hasattr(node, "get") else None
             if every is not None:
-                yield (
-                    f"{key}.every_n_steps={every} {ending}: workers make unequal numbers of steps; type "
-                    f"{key}.every_n_epochs=1"
-                )
+                yield f"{key}.every_n_steps={every} {ending}: step counts are unequal; type {key}.every_n_epochs=1"
 
 
 def push_problems(compression: Any) -> list[str]:

@@ -22,10 +22,7 @@ def needs_closure(optimizer: str) -> str:
 
 def steps_are_served(asked: str) -> str:
     """Return the error of compression within optimizer steps."""
-    return (
-        f"{asked} with strategy.placement: it compresses optimizer steps, which servers make for tables; type "
-        "compression=int8"
-    )
+    return f"{asked} with strategy.placement: it compresses steps, and servers step tables; type compression=int8"
 
 
 def tables_are_not_averaged(callback: str, key: str = "") -> str:

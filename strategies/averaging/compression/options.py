@@ -213,8 +213,7 @@ def nothing_to_compress(name: str) -> str:
     """Return the error for compression without replicas."""
     return (
         f"compression={name} with replicate=1: compression applies to averages over replicas, and there is only one; "
-        "type strategy.replicate=2 (or more) with a strategy that has it, or strategy=ddp on several devices, or "
-        "compression=none"
+        "type strategy.replicate=2 (or more), strategy=ddp on several devices, or compression=none"
     )
 
 

@@ -32,8 +32,7 @@ def refuse_hook(name: str, parameter: Tensor) -> None:
     if parameter._backward_hooks:
         raise ValueError(
             f"The parameter {name!r} has a gradient hook (register_hook), and ranks compute parts of its gradient. "
-            "Change gradients in on_after_backward or on_before_optimizer_step, where they are whole, or use "
-            "strategy=ddp, zero2 or zero3."
+            "Change whole gradients in on_after_backward, or use strategy=ddp, zero2 or zero3."
         )
 
 

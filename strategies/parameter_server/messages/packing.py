@@ -33,10 +33,7 @@ def pack(states: Sequence[State]) -> tuple[Tensor, int]:
             return {"dtype": str(value.dtype), "shape": list(value.shape)}
         if value is None or isinstance(value, bool | int | float | str):
             return {"value": value}
-        raise ValueError(
-            f"The optimizer's state has a {type(value).__name__}, which servers cannot send (allowed: tensors, "
-            "numbers)."
-        )
+        raise ValueError(f"Servers cannot send a {type(value).__name__} of an optimizer (allowed: tensors, numbers).")
 
     tree = [{key: described(value) for key, value in state.items()} for state in states]
     text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)

@@ -14,6 +14,7 @@ from trainwright.strategies.parameter_server import problems
 SERVER, SHARD, REPLICATE = "parameter_server", "shard", "replicate"
 TARGETS = (SERVER, SHARD, REPLICATE)
 _TYPED = "strategy.placement={embedding.*:parameter_server,*:shard}"
+_ELSE = f"leave it out, or type {_TYPED}"
 _CUTTING_AXES = ("pipeline", "context", "tensor", "expert")
 
 
@@ -29,10 +30,7 @@ def placement_problems(layout: Layout, placement: Any, servers: Any, interface: 
     if not placement:
         for option, given, default in (("table_servers", servers, 1), ("interface", interface, None)):
             if given != default:
-                yield (
-                    f"strategy.{option}={given} without strategy.placement has no effect: no parameter is on a server. "
-                    f"Leave it out, or type {_TYPED}"
-                )
+                yield f"strategy.{option}={given} without strategy.placement has no effect; {_ELSE}"
     elif not isinstance(placement, Mapping):
         yield f"strategy.placement={placement}: must map patterns of names to targets; type {_TYPED}"
     elif set(placement.values()) <= set(TARGETS):
@@ -74,21 +72,12 @@ def placement_run_problems(run: PlannedRun, interface: str | None) -> Iterator[s
 
 def _target_problems(placement: Mapping[str, str], layout: Layout) -> Iterator[str]:
     if SERVER not in placement.values():
-        yield (
-            f"strategy.placement assigns nothing to {SERVER}, so only the layout has an effect; leave it out, or type "
-            f"{_TYPED}"
-        )
+        yield f"strategy.placement assigns nothing to {SERVER}, so it has no effect; {_ELSE}"
     if placement.get("*") == SERVER:
-        yield (
-            "strategy.placement puts everything on servers; type strategy=parameter_server, or name the tables: "
-            f"{_TYPED}"
-        )
+        yield f"strategy.placement puts all on servers; type strategy=parameter_server, or name the tables: {_TYPED}"
     dense = {target for target in placement.values() if target != SERVER}
     if len(dense) > 1:
-        yield (
-            f"strategy.placement gives parameters both {SHARD} and {REPLICATE}: all parameters that are not on servers "
-            "have one layout; type one of them"
-        )
+        yield f"strategy.placement gives both {SHARD} and {REPLICATE}: the dense part has one layout; type one of them"
     elif dense == {REPLICATE} and layout.shard != 1:
         yield (
             f"strategy.placement gives {REPLICATE} with strategy.shard={layout.shard}, which shards the state; type "
@@ -104,10 +93,7 @@ def _layout_problems(layout: Layout, servers: Any) -> Iterator[str]:
     given = [f"strategy.{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
     if given:
         off = " ".join(f"strategy.{axis}=1" for axis in _CUTTING_AXES if getattr(layout, axis) != 1)
-        yield (
-            f"strategy.placement with {' '.join(given)}: ranks with tables on servers must read different samples, but "
-            f"ranks of these axes share theirs; type {off}"
-        )
+        yield f"strategy.placement with {' '.join(given)}: ranks with tables must not share samples; type {off}"
 
 
 def served_names(placement: Mapping[str, str], names: Iterable[str]) -> list[str]:

@@ -36,8 +36,7 @@ def find_tables(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Paramet
         if name not in embeddings:
             raise ValueError(
                 f"placement: {name} is no table of an nn.Embedding or nn.EmbeddingBag, and in a hybrid layout servers "
-                "hold only such tables. Choose a pattern that matches tables only, or strategy=parameter_server, which "
-                "serves all parameters."
+                "hold only such tables. Choose a pattern that matches tables only, or strategy=parameter_server."
             )
         tied = [other for other, p in parameters.items() if p is parameters[name] and other != name]
         if tied:
