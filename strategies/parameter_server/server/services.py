@@ -254,7 +254,7 @@ class ShardServices:
             ContentError: if it has another model.
         """
         if whole(request, "digest") != self.plan.digest:
-            raise ContentError(f"worker {worker} has other parameter names, shapes, dtypes or groups than the server")
+            raise ContentError(f"worker {worker} has another model or optimizer than the server; build the same one")
         with self._changed:
             self._round.leave(worker)  # push of an earlier incarnation that ended unnoticed
             self._votes.pop(worker, None)
