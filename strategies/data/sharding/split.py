@@ -53,10 +53,7 @@ class Splitter:
             _update_properties(earlier, device=strategy.root_device)
             return earlier
         if any(isinstance(p, DTensor) for p in module.parameters()):
-            raise ValueError(
-                "The parameters of this module are DTensors already, so ZeRO-3 cannot split them. "
-                "Leave the sharding to the strategy, or build the module anew."
-            )
+            raise ValueError("The parameters are DTensors: leave sharding to the strategy, or build the module anew.")
         blocks = strategy._find_blocks()
         if not blocks:
             _warn_without_blocks(type(module).__name__)

@@ -57,11 +57,8 @@ def placement_run_problems(run: PlannedRun, interface: str | None) -> Iterator[s
         yield problems.needs_closure("LBFGS")
     if cfg.nodes > 1 and interface is None:
         yield problems.needs_interface(cfg.nodes)
-    if cfg.launch.recovery in ("replicas", "rejoin"):
-        yield (
-            f"launch.recovery={cfg.launch.recovery} with strategy.placement: the tables of a lost rank's server have "
-            "no copy; type launch.recovery=restart"
-        )
+    if (recovery := cfg.launch.recovery) in ("replicas", "rejoin"):
+        yield f"launch.recovery={recovery} with strategy.placement: tables have no copy; type launch.recovery=restart"
     name, sends = cfg.compression.get("name"), cfg.compression.get("sends")
     if name == "onebit" or sends == "steps":
         yield problems.steps_are_served(f"compression={name}" + (" compression.sends=steps" if sends else ""))

@@ -197,7 +197,6 @@ def test_pattern_errors_on_every_rank(ranks):
     [
         ({"shard": 1, "context": 2}, ["context=2", "type strategy.context=1"]),
         ({"placement": {"*": "parameter_server"}}, ["strategy=parameter_server"]),
-        ({"table_servers": 0}, ["table_servers=0", "table_servers=1"]),
         ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without strategy.placement"]),
     ],
 )
