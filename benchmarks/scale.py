@@ -40,10 +40,10 @@ from trainwright.callbacks.traffic.stragglers import StepTimes, find_stragglers
 from trainwright.checkpoint.exchange import distinct
 from trainwright.checkpoint.exchange import groups as gloo_groups
 from trainwright.checkpoint.exchange.distinct import all_gather_values, problems_of_ranks
-from trainwright.checkpoint.format.dcp import from_json, to_json
+from trainwright.checkpoint.format.boxes import to_json
 from trainwright.checkpoint.format.manifest import MANIFEST, read_manifest, records_of
 from trainwright.checkpoint.format.records import SPLIT, TENSORS, FileRecord, Listed, Manifest, file_of, list_to_bytes
-from trainwright.checkpoint.format.tensor_index import tensor_index
+from trainwright.checkpoint.format.tensor_index import from_json, tensor_index
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.checkpoint.write.assignment import (
     Assignment,

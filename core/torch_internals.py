@@ -8,8 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch._C import _distributed_c10d as _distributed_c10d
 from torch._C._functorch import peek_interpreter_stack as peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.distributed_c10d import _abort_process_group as _abort_process_group
+from torch.distributed.distributed_c10d import _get_default_group as _get_default_group
 from torch.nn._reduction import legacy_get_string as legacy_get_string
 from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as _NormBase
@@ -21,13 +26,10 @@ from torch.utils import _pytree as _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 if TYPE_CHECKING:
-    from torch._C import _distributed_c10d as _distributed_c10d
-    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.distributed.distributed_c10d import _abort_process_group as _abort_process_group
-    from torch.distributed.distributed_c10d import _get_default_group as _get_default_group
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
@@ -45,14 +47,9 @@ if TYPE_CHECKING:
     )
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-    from torch.utils._pytree import tree_leaves as tree_leaves
 
 _LAZY = {
-    "_distributed_c10d": "torch._C",
-    "FakeTensor": "torch._subclasses.fake_tensor",
-    "FakeTensorMode": "torch._subclasses.fake_tensor",
-    "_abort_process_group": "torch.distributed.distributed_c10d",
-    "_get_default_group": "torch.distributed.distributed_c10d",
+    "_EmptyStateDictLoadPlanner": "torch.distributed.checkpoint.default_planner",
     "FSDPParamGroup": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     "TrainingState": "torch.distributed.fsdp._fully_shard._fsdp_common",
     "stage_backward_input": "torch.distributed.pipelining._backward",
@@ -68,7 +65,6 @@ _LAZY = {
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
     "_clear_sharding_prop_cache": "torch.distributed.tensor.debug",
     "FakeStore": "torch.testing._internal.distributed.fake_pg",
-    "tree_leaves": "torch.utils._pytree",
 }
 
 

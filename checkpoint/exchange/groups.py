@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from trainwright.core.processes.scratch import default_variables
 
 # World size above which ranks connect lazily. A full mesh takes one open file per rank in every group, while
 # collectives use few connections.
@@ -53,22 +53,10 @@ def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """
     if dist.get_backend() == dist.Backend.GLOO:
         dist.barrier()
-    with _connections(dist.get_world_size()):
+    many = dist.get_world_size() > _MOST_CONNECTIONS
+    with default_variables({_CONNECT_LATE: "1"} if many else {}):
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
-
-
-@contextmanager
-def _connections(ranks: int) -> Iterator[None]:
-    """Let gloo connect lazily if there are many ranks, unless the environment decides."""
-    if ranks <= _MOST_CONNECTIONS or _CONNECT_LATE in os.environ:
-        yield
-        return
-    os.environ[_CONNECT_LATE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_CONNECT_LATE]
 
 
 class WorldGroup:

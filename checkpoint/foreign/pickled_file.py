@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from trainwright.checkpoint.foreign.unpickle import load_safely, open_file, torch_load
 from trainwright.checkpoint.format.manifest import MANIFEST
@@ -22,6 +22,10 @@ from trainwright.checkpoint.store.paths import is_remote, local_path, normal_pat
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.printable import one_line, shortened
+from trainwright.core.torch_internals import _EmptyStateDictLoadPlanner
+
+# DCP would warn at every load that one process reads alone.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 TRUST = (
     "If, and only if, you trust its author, load it by typing trust=true on the command line, or "
@@ -113,37 +117,10 @@ def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:
 
 def _read_dcp(path: str) -> dict[str, Any]:
     """Read a DCP folder in one process, nested as saved."""
-    reader = FileSystemReader(path)
-    metadata = reader.read_metadata()
-    values: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    load(values, storage_reader=reader, no_dist=True)
-    return _nested(values, metadata)
-
-
-def _nested(values: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """Nest ``values`` by the paths of their keys."""
-    paths = metadata.planner_data or {}
-    root: dict[Any, Any] = {}
-    for key, value in values.items():
-        *parents, last = paths.get(key, (key,))
-        place = root
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return cast(dict[str, Any], _with_lists(root))
-
-
-def _with_lists(value: Any) -> Any:
-    # DCP keys are ints for items of lists, and texts for items of dicts.
-    if not isinstance(value, dict):
-        return value
-    inner = {key: _with_lists(item) for key, item in value.items()}
-    if inner and all(isinstance(key, int) for key in inner):
-        return [inner[key] for key in sorted(inner)]
-    return inner
+    planner = _EmptyStateDictLoadPlanner()
+    load({}, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    values: dict[str, Any] = planner.original_state_dict
+    return values
 
 
 def _with_lightning_metadata(folder: Path, tree: dict[str, Any], map_location: Any) -> dict[str, Any]:
@@ -151,10 +128,6 @@ def _with_lightning_metadata(folder: Path, tree: dict[str, Any], map_location: A
         return tree
     beside = torch.load(folder / _LIGHTNING_METADATA, map_location, weights_only=False)
     weights: dict[str, Any] = next((tree.pop(name) for name in _LIGHTNING_WEIGHTS if name in tree), {})
-    optimizers = sorted((name for name in tree if _LIGHTNING_OPTIMIZER.fullmatch(name)), key=_number)
+    optimizers = sorted(filter(_LIGHTNING_OPTIMIZER.fullmatch, tree), key=lambda name: int(name.rpartition("_")[2]))
     states = [tree.pop(name) for name in optimizers]
     return {**cast(dict[str, Any], beside), **tree, "state_dict": weights, "optimizer_states": states}
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2])

@@ -21,8 +21,7 @@ from trainwright.checkpoint.exchange.distinct import broadcast_value, equal_rank
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.foreign.lightning_file import as_lightning
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, TorchFileWriter
-from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata
-from trainwright.checkpoint.format.dcp import to_json
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, extent_of, to_json
 from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS, Manifest
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import holds_run_state
@@ -88,7 +87,7 @@ def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:
 
 
 def _stored(tensor: LazyTensor, record: str) -> StoredMetadata:
-    box = StoredBox((0,) * len(tensor.shape), tensor.shape, record, tensor.key)
+    box = StoredBox(*extent_of(tensor.shape), record, tensor.key)
     return StoredMetadata(tensor.shape, str(tensor.dtype).removeprefix("torch."), (box,))
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from trainwright.core.text.bounded import ContentError, naturals, parse_json, shape_of
+
+Extent = tuple[Sequence[int], Sequence[int]]
+"""Offsets and sizes of a box."""
 
 # Most box corners checked for one tensor; 100,000 boxes in four dims have about as many.
 _MOST_CORNERS = 1 << 21
@@ -22,6 +26,11 @@ class StoredBox:
     file: str
     name: str
 
+    @property
+    def extent(self) -> Extent:
+        """Its offsets and sizes."""
+        return self.offsets, self.sizes
+
 
 @dataclass(frozen=True)
 class StoredMetadata:
@@ -32,8 +41,21 @@ class StoredMetadata:
     boxes: tuple[StoredBox, ...]
 
 
+def to_json(stored: Mapping[str, StoredMetadata]) -> bytes:
+    """Return ``tensors.json`` of format version 1: key -> dtype, shape and boxes ``[offsets, sizes, file, name]``."""
+    plain = {
+        key: {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "boxes": [[list(box.offsets), list(box.sizes), box.file, box.name] for box in tensor.boxes],
+        }
+        for key, tensor in sorted(stored.items())
+    }
+    return json.dumps({"tensors": plain}, separators=(",", ":")).encode()
+
+
 def plain_from_json(data: bytes) -> dict[str, StoredMetadata]:
-    """Parse ``tensors.json`` of format version 1.
+    """Parse the output of :func:`to_json`.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: if it is malformed.
@@ -59,7 +81,7 @@ def problem_of_boxes(shape: tuple[int, ...], boxes: Collection[StoredBox], files
     for box in boxes:
         if box.file not in files:
             return f"is stored in {box.file!r}, which the manifest does not list"
-        if not is_within(box.offsets, box.sizes, shape):
+        if not is_within(*box.extent, shape):
             return f"cannot have a box at {box.offsets} of {box.sizes}"
     held, all_of_it = sum(math.prod(box.sizes) for box in boxes), math.prod(shape)
     if held < all_of_it:
@@ -67,9 +89,24 @@ def problem_of_boxes(shape: tuple[int, ...], boxes: Collection[StoredBox], files
     # An empty box could shadow the non-empty one at the same offsets.
     if all_of_it and any(0 in box.sizes for box in boxes):
         return "has an empty box"
-    whole = (0,) * len(shape), shape
-    tiled = tiles(whole, [(box.offsets, box.sizes) for box in boxes])
-    return None if tiled else "has overlapping boxes"
+    return None if tiles(extent_of(shape), [box.extent for box in boxes]) else "has overlapping boxes"
+
+
+def extent_of(
+    shape: tuple[int, ...], offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of a box of a tensor; by default it begins at 0 and extends to the end."""
+    begin = (0,) * len(shape) if offsets is None else tuple(offsets)
+    rest = tuple(length - offset for length, offset in zip(shape, begin, strict=False))
+    return begin, rest if sizes is None else tuple(sizes)
+
+
+def common(one: Extent, other: Extent) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the overlap of two boxes; if there is none, a size is 0."""
+    sides = list(zip(*one, *other, strict=True))
+    begin = tuple(max(first, other_first) for first, _, other_first, _ in sides)
+    ends = (min(first + size, other_first + other_size) for first, size, other_first, other_size in sides)
+    return begin, tuple(max(0, end - first) for first, end in zip(begin, ends, strict=True))
 
 
 def is_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
@@ -77,10 +114,6 @@ def is_within(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
     if not len(offsets) == len(sizes) == len(shape):
         return False
     return all(min(o, s) >= 0 and o + s <= length for o, s, length in zip(offsets, sizes, shape, strict=True))
-
-
-Extent = tuple[Sequence[int], Sequence[int]]
-"""Offsets and sizes of a box."""
 
 
 def tiles(whole: Extent, boxes: Sequence[Extent]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, plain_from_json, problem_of_boxes
-from trainwright.checkpoint.format.directory import Directory, boxes_from_json, rank_and_name
+from trainwright.checkpoint.format.directory import Directory, box_of_rank, boxes_from_json
 from trainwright.checkpoint.format.manifest import Manifest, read_whole, records_of
 from trainwright.checkpoint.format.records import STATE, TENSORS, WHOLE, file_of
 from trainwright.checkpoint.store.paths import join_path
@@ -69,10 +69,8 @@ def plain_tensors(folder: Folder, manifest: Manifest) -> dict[str, StoredMetadat
 def _metadata(directory: Directory, key: str, boxes: Collection[StoredBox]) -> StoredMetadata:
     entry = directory.find(key)
     assert entry is not None
-    rank, _ = rank_and_name(key)
-    if rank is not None:  # rank-local tensors are one box in the rank's own file
-        boxes = (StoredBox((0,) * len(entry.shape), entry.shape, file_of(rank), key),)
-    return StoredMetadata(entry.shape, entry.dtype, tuple(boxes))
+    own = box_of_rank(key, entry.shape)
+    return StoredMetadata(entry.shape, entry.dtype, tuple(boxes) if own is None else (own,))
 
 
 def _all_boxes(folder: Folder, manifest: Manifest, keys: Collection[str]) -> dict[str, set[StoredBox]]:

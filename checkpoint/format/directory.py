@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from trainwright.checkpoint.format.boxes import Extent, StoredBox, extent_of
+from trainwright.checkpoint.format.records import file_of
 from trainwright.core.text.bounded import natural, naturals, parse_json, shape_of
 
 OF_RANK = "rank/"
@@ -36,6 +38,11 @@ class BoxPlace(NamedTuple):
     file: int
     begin: tuple[int, ...]
     end: tuple[int, ...]
+
+    @property
+    def extent(self) -> Extent:
+        """Offsets and sizes of the bounds."""
+        return self.begin, tuple(last - first for first, last in zip(self.begin, self.end, strict=True))
 
 
 @dataclass(frozen=True)
@@ -165,12 +172,10 @@ def rank_and_name(key: str) -> tuple[int | None, str]:
     return int(number), name
 
 
-def overlap(begin: Sequence[int], end: Sequence[int], other_begin: Sequence[int], other_end: Sequence[int]) -> int:
-    """Return the number of elements that two boxes share; boxes without dims have one element."""
-    count = 1
-    for first, last, other_first, other_last in zip(begin, end, other_begin, other_end, strict=True):
-        count *= max(0, min(last, other_last) - max(first, other_first))
-    return count
+def box_of_rank(key: str, shape: tuple[int, ...]) -> StoredBox | None:
+    """Return the box of a rank-local tensor, which is whole in the rank's own file; ``None`` for other tensors."""
+    rank, _ = rank_and_name(key)
+    return None if rank is None else StoredBox(*extent_of(shape), file_of(rank), key)
 
 
 def in_runs(kinds: Iterable[int]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import xxhash
 
@@ -121,11 +122,12 @@ def verify(
         raise _nothing_there(folder)
     mine, known, unreadable = _part_of(folder, manifest, part)
     sizes = folder.sizes() if count == 1 or not manifest.lists else _sizes_of(folder, mine)
-    check = _Check(folder, known, deep, sizes)
+    check = partial(_problem, folder=folder, known=known, sizes=sizes, deep=deep)
     # Reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(_THREADS, len(mine), os.cpu_count() or 1))) as pool:
-        found = {record.name: problem for record, problem in zip(mine, pool.map(check.problem, mine), strict=True)}
-    return [problem for problem in {**unreadable, **{k: v for k, v in found.items() if v}}.values() if problem]
+        problems = zip(mine, pool.map(check, mine), strict=True)
+        found = {record.name: _named(record, problem) for record, problem in problems if problem}
+    return list({**unreadable, **found}.values())
 
 
 def _part_of(
@@ -165,57 +167,48 @@ def _sizes_of(folder: Folder, records: Iterable[FileRecord]) -> dict[str, int]:
     return found
 
 
-class _Check:
-    """One pass over the files of one checkpoint.
+def _problem(
+    record: FileRecord, folder: Folder, known: Sequence[FileRecord], sizes: Mapping[str, int], deep: bool
+) -> str | None:
+    """Return the problem of a file; ``None`` if it is intact.
 
     Args:
+        record: of the file.
         folder: of the checkpoint.
-        records: of files that may have been swapped.
-        deep: whether to read every byte.
+        known: records of files that it may have been swapped with.
         sizes: of the existing files.
+        deep: read every byte.
     """
+    size = sizes.get(record.file)
+    if size is None:
+        return "missing"
+    if size == 0 and record.size:
+        return f"empty: 0 bytes of {record.size}"
+    like_size = [other for other in known if other.size == size] if deep else []
+    if size != record.size and not like_size:
+        return _wrong_size(size, record.size)
+    if not deep:
+        return None
+    try:
+        digest, size = _digest(folder, record)
+    except CheckpointError as error:
+        return str(error)
+    if (digest, size) == (record.hash, record.size):
+        return None
+    if swapped := next((other for other in like_size if other.hash == digest), None):
+        return f"holds what rank {swapped.rank} wrote as {swapped.name}: two files were swapped, or one was copied over"
+    return _wrong_size(size, record.size) if size != record.size else _changed(digest, record.hash)
 
-    def __init__(self, folder: Folder, records: Sequence[FileRecord], deep: bool, sizes: Mapping[str, int]) -> None:
-        self._folder = folder
-        self._records = records
-        self._sizes = sizes
-        self._deep = deep
 
-    def problem(self, record: FileRecord) -> str | None:
-        """Return the problem of a file; ``None`` if it is intact."""
-        what = self._what(record)
-        return None if what is None else _named(record, what)
-
-    def _what(self, record: FileRecord) -> str | None:
-        size = self._sizes.get(record.file)
-        if size is None:
-            return "missing"
-        if size == 0 and record.size:
-            return f"empty: 0 bytes of {record.size}"
-        if not self._deep:
-            return None if size == record.size else _wrong_size(size, record.size)
-        like_size = [other for other in self._records if other.size == size]
-        if size != record.size and not like_size:
-            return _wrong_size(size, record.size)
-        try:
-            digest, size = self._digest(record)
-        except CheckpointError as error:
-            return str(error)
-        if (digest, size) == (record.hash, record.size):
-            return None
-        return _swapped(like_size, digest) or (
-            _wrong_size(size, record.size) if size != record.size else _changed(digest, record.hash)
-        )
-
-    def _digest(self, record: FileRecord) -> tuple[str, int]:
-        """Return hash and size of the bytes read, whatever size the folder reports."""
-        digest, size = xxhash.xxh3_128(), 0
-        block = memoryview(bytearray(_BLOCK))
-        with self._folder.open(record.name) as file:
-            while got := file.readinto(block):  # type: ignore[attr-defined]
-                digest.update(block[:got])
-                size += got
-        return digest.hexdigest(), size
+def _digest(folder: Folder, record: FileRecord) -> tuple[str, int]:
+    """Return hash and size of the bytes read, whatever size the folder reports."""
+    digest, size = xxhash.xxh3_128(), 0
+    block = memoryview(bytearray(_BLOCK))
+    with folder.open(record.name) as file:
+        while got := file.readinto(block):  # type: ignore[attr-defined]
+            digest.update(block[:got])
+            size += got
+    return digest.hexdigest(), size
 
 
 def _named(record: FileRecord, what: str) -> str:
@@ -229,13 +222,6 @@ def _changed(digest: str, was: str) -> str:
 
 def _wrong_size(size: int, expected: int) -> str:
     return f"{'truncated' if size < expected else 'too long'}: {size} bytes, expected {expected}"
-
-
-def _swapped(candidates: Iterable[FileRecord], digest: str) -> str | None:
-    for other in candidates:
-        if other.hash == digest:
-            return f"holds what rank {other.rank} wrote as {other.name}: two files were swapped, or one was copied over"
-    return None
 
 
 def _nothing_there(folder: Folder) -> CheckpointError:

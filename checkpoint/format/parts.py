@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from trainwright.checkpoint.format.boxes import common
 
 Part = tuple[tuple[int, ...], Tensor]
 
@@ -16,9 +18,7 @@ Part = tuple[tuple[int, ...], Tensor]
 class TensorParts:
     """The part of a tensor on one rank: boxes of the whole, each a local tensor (mostly a view).
 
-    It implements DCP's protocol of checkpointable objects, so ``torch.distributed.checkpoint`` loads into it as into
-    any sharded tensor. Unlike a DTensor it may have several boxes, as ranks have of packed projections that are cut
-    section by section.
+    Unlike a DTensor it may have several boxes, as ranks have of packed projections that are cut section by section.
 
     Args:
         shape: of the whole tensor.
@@ -62,10 +62,14 @@ class TensorParts:
                 return tensor
         raise KeyError(f"no box at {tuple(offsets or ())}, only at {[own for own, _ in self.parts]}")
 
-    # ---- the protocol of torch.distributed.checkpoint ---------------------------------------------------------------
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), tensor.shape) for offsets, tensor in self.parts]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.part_at(index.offset)
+def copy_common(target: Part, source: Part) -> int:
+    """Copy the overlap of two boxes; return its number of elements."""
+    begin, sizes = common((target[0], target[1].shape), (source[0], source[1].shape))
+    if 0 not in sizes:
+        into, of = (
+            tensor[tuple(slice(b - o, b - o + s) for b, o, s in zip(begin, offsets, sizes, strict=True))]
+            for offsets, tensor in (target, source)
+        )
+        into.copy_(of)
+    return math.prod(sizes)

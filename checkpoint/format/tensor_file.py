@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.format.boxes import is_within
+from trainwright.checkpoint.format.boxes import extent_of, is_within
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import ContentError, naturals, parse_json, shape_of
 from trainwright.core.text.printable import shortened
@@ -184,8 +184,7 @@ class TensorFileReader:
             CheckpointError: if the file ends too early or cannot be read.
         """
         entry = self.entries[name]
-        offsets = tuple(offsets) if offsets is not None else (0,) * len(entry.shape)
-        sizes = tuple(sizes) if sizes is not None else tuple(s - o for s, o in zip(entry.shape, offsets, strict=False))
+        offsets, sizes = extent_of(entry.shape, offsets, sizes)
         if not is_within(offsets, sizes, entry.shape):
             raise ValueError(f"{name!r} of shape {entry.shape} has no box at {offsets} of {sizes}.")
         # A scalar is read as a row of one.

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, is_within, tiles
-from trainwright.checkpoint.format.dcp import from_json
-from trainwright.checkpoint.format.directory import (
-    Box,
-    BoxPlace,
-    Directory,
-    Entry,
-    boxes_from_json,
-    overlap,
-    rank_and_name,
+from trainwright.checkpoint.format.boxes import (
+    Extent,
+    StoredBox,
+    StoredMetadata,
+    common,
+    extent_of,
+    is_within,
+    plain_from_json,
+    problem_of_boxes,
+    tiles,
 )
+from trainwright.checkpoint.format.directory import Box, BoxPlace, Directory, Entry, box_of_rank, boxes_from_json
 from trainwright.checkpoint.format.dtypes import dtype_named
 from trainwright.checkpoint.format.manifest import read_whole
 from trainwright.checkpoint.format.records import TENSORS, WHOLE, Manifest, file_of
@@ -27,9 +29,6 @@ from trainwright.checkpoint.write.box_index import name_of
 from trainwright.checkpoint.write.split import boxes_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting
-
-Region = tuple[Sequence[int], Sequence[int]]
-"""Offsets and sizes of a requested box."""
 
 
 class TensorIndex:
@@ -54,7 +53,7 @@ class TensorIndex:
         """Return the dtype of a tensor; :class:`KeyError` if there is none of that name."""
         return dtype_named(self._stored[key].dtype)
 
-    def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
+    def boxes(self, key: str, regions: Sequence[Extent] | None = None) -> StoredMetadata:
         """Return the locations of a tensor's boxes.
 
         Args:
@@ -65,6 +64,27 @@ class TensorIndex:
             CheckpointError: if the boxes do not cover the requested parts.
         """
         return self._stored[key]
+
+
+def from_json(data: bytes, files: Mapping[str, Any], path: str) -> dict[str, StoredMetadata]:
+    """Parse ``tensors.json`` of format version 1.
+
+    Args:
+        data: its contents.
+        files: files of the manifest; a box may be in no other.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: if it is malformed or inconsistent.
+    """
+    with interpreting(join_path(path, TENSORS)):
+        stored = plain_from_json(data)
+        for key, tensor in stored.items():
+            dtype_named(tensor.dtype)
+            problem = problem_of_boxes(tensor.shape, tensor.boxes, files)
+            if problem is not None:
+                raise CheckpointError(f"{path}/{TENSORS}: {key} of shape {tensor.shape} {problem}.")
+    return stored
 
 
 def tensor_index(folder: Folder, manifest: Manifest) -> TensorIndex:
@@ -85,7 +105,7 @@ class _SplitIndex(TensorIndex):
         self._folder = folder
         self._manifest = manifest
         self._files: dict[int, dict[str, list[Box]]] = {}
-        self._found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        self._found: dict[tuple[int, Extent], list[int]] = {}
         data = self._read(TENSORS)
         with interpreting(join_path(folder.path, TENSORS)):
             self._directory = Directory.from_bytes(data, manifest.num_files)
@@ -104,60 +124,51 @@ class _SplitIndex(TensorIndex):
     def dtype(self, key: str) -> torch.dtype:
         return dtype_named(self._entry(key).dtype)
 
-    def boxes(self, key: str, regions: Sequence[Region] | None = None) -> StoredMetadata:
+    def boxes(self, key: str, regions: Sequence[Extent] | None = None) -> StoredMetadata:
         entry = self._entry(key)
-        rank, _ = rank_and_name(key)
-        if rank is not None:  # rank-local tensors are one box in the rank's own file
-            box = StoredBox((0,) * len(entry.shape), entry.shape, file_of(rank), key)
-            return StoredMetadata(entry.shape, entry.dtype, (box,))
+        own = box_of_rank(key, entry.shape)
+        if own is not None:
+            return StoredMetadata(entry.shape, entry.dtype, (own,))
         if regions is None or 0 in entry.shape:
-            regions = [((0,) * len(entry.shape), entry.shape)]
+            regions = [extent_of(entry.shape)]
         found: dict[tuple[int, ...], StoredBox] = {}
-        for begin, sizes in regions:
-            self._find(key, entry, tuple(begin), _ends(begin, sizes), found)
+        for offsets, sizes in regions:
+            self._find(key, entry, (tuple(offsets), tuple(sizes)), found)
         return StoredMetadata(entry.shape, entry.dtype, tuple(found[offsets] for offsets in sorted(found)))
 
-    def _find(
-        self,
-        key: str,
-        entry: Entry,
-        begin: tuple[int, ...],
-        end: tuple[int, ...],
-        found: dict[tuple[int, ...], StoredBox],
-    ) -> None:
+    def _find(self, key: str, entry: Entry, region: Extent, found: dict[tuple[int, ...], StoredBox]) -> None:
         """Add boxes to ``found``, by offsets, until they cover a part of a tensor.
 
         Raises:
             CheckpointError: if they do not cover it; the rest would silently keep its values.
         """
-        expected = math.prod(last - first for first, last in zip(begin, end, strict=True))
+        expected = math.prod(region[1])
 
-        def common(boxes: Iterable[StoredBox]) -> int:
-            return sum(overlap(begin, end, box.offsets, _ends(box.offsets, box.sizes)) for box in boxes)
+        def within(boxes: Iterable[StoredBox]) -> int:
+            return sum(math.prod(common(region, box.extent)[1]) for box in boxes)
 
-        held = common(found.values()) if expected or 0 not in entry.shape else -1  # an empty tensor has a box too
+        held = within(found.values()) if expected or 0 not in entry.shape else -1  # an empty tensor has a box too
         # Boxes of many ranks are listed in many files; prefer one that is already loaded.
-        for number in sorted(self._near(entry.places, begin, end), key=lambda each: each not in self._files):
+        for number in sorted(self._near(entry.places, region), key=lambda each: each not in self._files):
             if held == expected:
                 break
             boxes = self._boxes_in(number, key, entry)
-            held = max(0, held) + common(box for offsets, box in boxes.items() if offsets not in found)
+            held = max(0, held) + within(box for offsets, box in boxes.items() if offsets not in found)
             found.update(boxes)
-        what = f"{self._folder.path}: of {key} of shape {entry.shape}, the part from {begin} to {end}"
+        what = f"{self._folder.path}: of {key} of shape {entry.shape}, the part at {region[0]} of {region[1]}"
         if held not in (expected, -1):
             raise CheckpointError(f"{what} has only {held} of its {expected} elements.")
         with interpreting(what):
-            whole = begin, [last - first for first, last in zip(begin, end, strict=True)]
-            parts = [_common(begin, end, box) for box in found.values()]
-            if expected and not tiles(whole, [part for part in parts if 0 not in part[1]]):
+            parts = [common(region, box.extent) for box in found.values()]
+            if expected and not tiles(region, [part for part in parts if 0 not in part[1]]):
                 raise CheckpointError(f"{what} has overlapping boxes.")
 
-    def _near(self, places: tuple[BoxPlace, ...], begin: tuple[int, ...], end: tuple[int, ...]) -> list[int]:
+    def _near(self, places: tuple[BoxPlace, ...], region: Extent) -> list[int]:
         """Return numbers of the box files that may overlap a part, cached by the tensor's pattern."""
-        asked = id(places), begin, end
+        asked = id(places), region
         if asked not in self._found:
             self._found[asked] = [
-                place.file for place in places if 0 in end or overlap(begin, end, place.begin, place.end)
+                place.file for place in places if 0 in region[1] or 0 not in common(region, place.extent)[1]
             ]
         return self._found[asked]
 
@@ -196,14 +207,3 @@ class _SplitIndex(TensorIndex):
 
 def _entries(directory: Directory) -> list[Entry]:
     return [*directory.tensors.values(), *(entry for kind in directory.kinds for entry in kind.values())]
-
-
-def _common(begin: Sequence[int], end: Sequence[int], box: StoredBox) -> Region:
-    """Return the overlap of a box with the part from ``begin`` to ``end``."""
-    first = [max(place, offset) for place, offset in zip(begin, box.offsets, strict=True)]
-    last = [min(place, other) for place, other in zip(end, _ends(box.offsets, box.sizes), strict=True)]
-    return first, [max(0, stop - start) for start, stop in zip(first, last, strict=True)]
-
-
-def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))

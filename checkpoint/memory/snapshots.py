@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.format.boxes import extent_of
 from trainwright.checkpoint.format.directory import OF_RANK
-from trainwright.checkpoint.format.parts import Part, TensorParts
+from trainwright.checkpoint.format.parts import TensorParts, copy_common
 from trainwright.checkpoint.format.tree import decode
 from trainwright.checkpoint.read.run_state import StoredTensor
 from trainwright.checkpoint.write.save import Content
@@ -203,9 +204,8 @@ class SnapshotReader:
             CheckpointError: if this rank does not hold all of it.
         """
         parts = self._parts(key)
-        offsets = tuple(offsets) if offsets is not None else (0,) * len(parts.shape)
-        rest = tuple(length - offset for length, offset in zip(parts.shape, offsets, strict=True))
-        target = torch.empty(tuple(sizes) if sizes is not None else rest, dtype=parts.dtype)
+        offsets, sizes = extent_of(parts.shape, offsets, sizes)
+        target = torch.empty(sizes, dtype=parts.dtype)
         self.fill({key: TensorParts(parts.shape, parts.dtype, [(offsets, target)])})
         return target
 
@@ -221,7 +221,7 @@ class SnapshotReader:
             if held.shape != wanted.shape:
                 raise CheckpointError(f"{self.path}: {key} of shape {wanted.shape} was requested, it has {held.shape}.")
             for part in wanted.parts:
-                copied = sum(_copy_common(part, own) for own in held.parts)
+                copied = sum(copy_common(part, own) for own in held.parts)
                 if copied != part[1].numel():
                     raise self._not_held(f"{copied} of the {part[1].numel()} elements of {key} at {part[0]}")
 
@@ -265,16 +265,3 @@ class SnapshotReader:
             "holds what it held before (the same layout, or another number of replicas); resume from a checkpoint on "
             "disk, which serves any layout."
         )
-
-
-def _copy_common(target: Part, source: Part) -> int:
-    """Copy the overlap of two boxes; return its number of elements."""
-    into, of = [], []
-    for start, length, other, extent in zip(target[0], target[1].shape, source[0], source[1].shape, strict=True):
-        first, last = max(start, other), min(start + length, other + extent)
-        if first >= last:
-            return 0
-        into.append(slice(first - start, last - start))
-        of.append(slice(first - other, last - other))
-    target[1][tuple(into)].copy_(source[1][tuple(of)])
-    return math.prod(piece.stop - piece.start for piece in into)

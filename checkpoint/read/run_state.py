@@ -5,17 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata
-from trainwright.checkpoint.format.dcp import PartsLoadPlanner, RunStateReader
+from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, common, extent_of
 from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
-from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.checkpoint.format.parts import TensorParts, copy_common
 from trainwright.checkpoint.format.records import STATE, TENSOR_FILE, TENSORS
 from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileReader
@@ -170,17 +168,15 @@ class RunState:
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Read a box of a tensor, see :class:`~trainwright.checkpoint.format.source.TensorSource`."""
-        shape = self.shape(key)
-        offsets = tuple(offsets) if offsets is not None else (0,) * len(shape)
-        rest = tuple(length - offset for length, offset in zip(shape, offsets, strict=True))
-        sizes = rest if sizes is None else tuple(sizes)
+        offsets, sizes = extent_of(self.shape(key), offsets, sizes)
         stored = self._tensors.boxes(key, [(offsets, sizes)])
-        if len(stored.boxes) == 1 and stored.boxes[0].sizes == shape:  # one box: no second copy
+        if len(stored.boxes) == 1 and stored.boxes[0].sizes == stored.shape:  # one box: no second copy
             return self._read_box(stored.boxes[0], self.dtype(key), offsets, sizes)
         target = torch.empty(sizes, dtype=self.dtype(key))
         self.fill({key: TensorParts(stored.shape, target.dtype, [(offsets, target)])})
         return target
 
+    @torch.no_grad()
     def fill(self, tensors: Mapping[str, TensorParts]) -> None:
         """Read into the boxes that this rank holds, whatever layout wrote them. No collective.
 
@@ -191,24 +187,20 @@ class RunState:
             CheckpointError: if a tensor is missing or has another shape.
         """
         keys = self.keys()
+        wanted = []
         for key, parts in tensors.items():
-            if key not in keys or self.shape(key) != parts.shape:
-                found = self.shape(key) if key in keys else "nothing"
+            found = self.shape(key) if key in keys else "nothing"
+            if found != parts.shape:
                 raise CheckpointError(f"{self.path}: {key} of shape {parts.shape} was requested, but it holds {found}.")
-        stored = {
-            key: self._tensors.boxes(key, [(offsets, box.shape) for offsets, box in parts.parts])
-            for key, parts in tensors.items()
-        }
-        try:
-            dcp.load(
-                dict(tensors),
-                storage_reader=RunStateReader(stored, self._read_box),
-                planner=PartsLoadPlanner(),
-                no_dist=True,
-            )
-        except CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise CheckpointError(f"{self.path} cannot be read: {cause}") from error
+            regions = [(offsets, target.shape) for offsets, target in parts.parts]
+            for box, part in product(self._tensors.boxes(key, regions).boxes, parts.parts):
+                begin, sizes = common((part[0], part[1].shape), box.extent)
+                if 0 not in sizes:
+                    wanted.append((box, self.dtype(key), begin, sizes, part))
+        with interpreting(self.path, problem="cannot be read"):
+            for box, dtype, begin, sizes, part in sorted(wanted, key=lambda each: (each[0].file, each[0].name)):
+                inside = [first - offset for first, offset in zip(begin, box.offsets, strict=True)]
+                copy_common(part, (begin, self._read_box(box, dtype, inside, sizes)))
 
     def _read_box(self, box: StoredBox, dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         expected = TensorEntry(box.name, dtype, box.sizes)
@@ -242,24 +234,23 @@ class SavedWeights:
         saved = state.tree.get("state_dict")
         if not isinstance(saved, dict):
             raise CheckpointError(f"{state.path} holds no weights (no state_dict); give another checkpoint.")
-        self._state = state
-        self._key_of = {name: value.key for name, value in saved.items() if isinstance(value, StoredTensor)}
-        self._values = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+        self._values = {name: value for name, value in saved.items() if isinstance(value, StoredTensor | Tensor)}
 
     def keys(self) -> Collection[str]:
         """Return the names in the module."""
-        return [*self._key_of, *self._values]
+        return self._values.keys()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor; :class:`KeyError` if there is none of that name."""
-        return tuple(self._values[key].shape) if key in self._values else self._state.shape(self._key_of[key])
+        return tuple(self._values[key].shape)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return its dtype; :class:`KeyError` if there is none of that name."""
-        return self._values[key].dtype if key in self._values else self._state.dtype(self._key_of[key])
+        return self._values[key].dtype
 
     def read(self, key: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Read a box of a tensor, see :meth:`~trainwright.checkpoint.format.source.TensorSource.read`."""
-        if key in self._values:
-            return self._values[key].clone()  # scalars are part of the tree
-        return self._state.read(self._key_of[key], offsets, sizes)
+        value = self._values[key]
+        if isinstance(value, Tensor):
+            return value.clone()  # scalars are part of the tree
+        return value.source.read(value.key, offsets, sizes)

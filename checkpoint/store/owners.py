@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from trainwright.core.processes.process import START_TIME, stat_of
+from trainwright.core.processes.process import START_TIME, is_alive, stat_of
 
 TOKEN = r"[0-9a-f]{8}-[0-9a-f]+-[0-9a-f]+-[0-9a-f]{16}"  # noqa: S105
 """Pattern of a token: random digits, process id, its start time, and hash of the host and pid namespace."""
@@ -28,7 +28,7 @@ every few seconds."""
 def new_token() -> str:
     """Return a token of this process."""
     pid = os.getpid()
-    return f"{secrets.token_hex(4)}-{pid:x}-{_started(pid) or 0:x}-{_place()}"
+    return f"{secrets.token_hex(4)}-{pid:x}-{_started(pid):x}-{_place()}"
 
 
 def is_token(token: str) -> bool:
@@ -41,15 +41,9 @@ def owner_lives(token: str) -> bool | None:
     _, pid, started, place = token.split("-")
     if place != _place():
         return None
-    try:
-        os.kill(int(pid, 16), 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # another user's process, so it exists
-    now = _started(int(pid, 16))
     # 0: unknown start time, without /proc or if it is hidden. Then the id alone decides.
-    return now is None or int(started, 16) == 0 or now == int(started, 16)
+    times = {_started(int(pid, 16)), int(started, 16)} - {0}
+    return is_alive(int(pid, 16)) and len(times) < 2
 
 
 def is_abandoned(token: str, idle_seconds: float) -> bool:
@@ -63,12 +57,10 @@ def is_abandoned(token: str, idle_seconds: float) -> bool:
     return idle_seconds > ABANDONED_SECONDS if lives is None else not lives
 
 
-def _started(pid: int) -> int | None:
-    """Return a process's start time in ticks since boot; ``None``: unknown; -1: a zombie."""
+def _started(pid: int) -> int:
+    """Return a process's start time in ticks since boot; 0: unknown."""
     fields = stat_of(pid)
-    if not fields:
-        return None
-    return -1 if fields[0] in "ZX" else int(fields[START_TIME])
+    return int(fields[START_TIME]) if fields else 0
 
 
 def _place() -> str:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import broadcast_value, problems_of_ranks
-from trainwright.checkpoint.format.boxes import problem_of_boxes
+from trainwright.checkpoint.format.boxes import problem_of_boxes, to_json
 from trainwright.checkpoint.format.contents import references
-from trainwright.checkpoint.format.dcp import to_json
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import (
     SPLIT,

@@ -10,8 +10,8 @@ from pathlib import Path
 # States as in ps(1).
 RUNNING, SLEEPING, IN_KERNEL, STOPPED, TRACED, ZOMBIE = "R", "S", "D", "T", "t", "Z"
 
-PARENT, START_TIME = 1, 19
-"""Indices into the result of :func:`stat_of`."""
+START_TIME = 19
+"""Index into the result of :func:`stat_of`."""
 
 
 def stat_of(process: int, thread: int | None = None) -> list[str]:
@@ -83,10 +83,10 @@ def is_alive(process: int, state: str | None = None) -> bool:
         return False
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
+        pass  # another user's process, so it exists
     return True
 
 

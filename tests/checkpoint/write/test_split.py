@@ -181,7 +181,7 @@ def test_damage_is_found(checkpoint: Path, file: str) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
 def test_ranks_share_the_verification(checkpoint: Path, count: int) -> None:
     looked: list[str] = []
-    with mock.patch.object(manifests._Check, "problem", side_effect=lambda record: looked.append(record.name)):
+    with mock.patch.object(manifests, "_problem", side_effect=lambda record, **_: looked.append(record.name)):
         for index in range(count):
             verify(checkpoint, part=(index, count))
     assert sorted(looked) == sorted(WRITER)
@@ -229,7 +229,7 @@ def test_files_outside_of_the_folder_are_refused(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "text"), [
-    (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"from \(0, 0\) to \(7, 5\) has only 25 of its 35"),
+    (b"[[[1,0],[1,5],1]]", b"[[[2,0],[1,5],1]]", r"part at \(0, 0\) of \(7, 5\) has only 25 of its 35"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,3],[1,5],1]]", r"cannot have a box at \(1, 3\)"),
     (b"[[[1,0],[1,5],1]]", b"[[[1],[1],1]]", r"cannot have a box at \(1,\)"),
     (b"[[[1,0],[1,5],1]]", b"[[[1,0],[1,5],-1]]", r"boxes_00001.json is malformed"),
