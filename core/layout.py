@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from trainwright.core.text.plain import aligned
+
 # Ranks listed in a picture before the rest are only counted.
 _SHOWN_RANKS = 64
 
@@ -203,9 +205,8 @@ class Layout:
         axes = [axis for axis, size in self._all_sizes.items() if size > 1]
         header = ["rank", *axes, "samples", "holds"]
         shown = range(min(self.world_size, _SHOWN_RANKS))
-        rows = [header, *([str(cell) for cell in self._row(rank, axes)] for rank in shown)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        rows = [[str(cell) for cell in self._row(rank, axes)] for rank in shown]
+        lines = [line.removeprefix("  ") for line in aligned(header, rows, "<" * len(header))]
         if self.world_size > _SHOWN_RANKS:
             lines.append(f"... and {self.world_size - _SHOWN_RANKS} more ranks")
         return "\n".join([str(self), *lines])

@@ -22,8 +22,9 @@ from trainwright.checkpoint.foreign.tokenizer_files import TOKENIZER_FILES, toke
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, check_torch_file, write_torch_file
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
-from trainwright.checkpoint.store.atomic import atomic_path, refuse_full
+from trainwright.checkpoint.store.atomic import atomic_path
 from trainwright.checkpoint.store.paths import is_remote, local_path
+from trainwright.checkpoint.store.write_errors import refuse_full
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting
 from trainwright.core.text.sizes import size_text
@@ -220,7 +221,7 @@ def _safetensors(state: RunState, order: _Order) -> None:
     if order.target.suffix != ".safetensors":
         _write_folder(order, weights, metadata, {})
         return
-    refuse_full(order.target, _num_bytes(weights.values()))
+    refuse_full(str(order.target), _num_bytes(weights.values()))
     shards = _shards(weights, order.max_shard_bytes)
     if len(shards) > 1:
         raise CheckpointError(
@@ -239,7 +240,8 @@ def _hugging_face(state: RunState, order: _Order) -> None:
 
 def _hugging_face_content(state: RunState, order: _Order) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
     """Return the weights of a Hugging Face model, and the files beside them."""
-    facts = _hugging_face_facts(state, order.model)
+    found = state.about.get("hugging_face") or []
+    facts = _chosen(found, order.model, state.path, "Hugging Face model", "so there is no config.json to write")
     inside = _merged(state, facts) if order.merge else _unadapted(state, facts)
     names = [[_OF_WRAPPERS.sub(".", name) for name in group] for group in facts["tied"]]
     first = {name: position for group in names for position, name in enumerate(group)}
@@ -254,7 +256,7 @@ def _hugging_face_content(state: RunState, order: _Order) -> tuple[dict[str, Laz
 
 
 def _unadapted(state: RunState, facts: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    prefix = f"{facts['prefix']}." if facts["prefix"] else ""
+    prefix = _under(facts["prefix"])
     inside = {name.removeprefix(prefix): lazy for name, lazy in _weights(state).items() if name.startswith(prefix)}
     adapters = [name for name in inside if any(mark in name for mark in _ADAPTERS)]
     if adapters:
@@ -277,7 +279,7 @@ def _merged(state: RunState, facts: Mapping[str, Any]) -> dict[str, LazyTensor]:
 
 def _peft(state: RunState, order: _Order) -> None:
     with interpreting(state.path):
-        adapter = _adapter(state, _peft_facts(state, order.model))
+        adapter = _adapter(state, _chosen(state.about.get("peft") or [], order.model, state.path, "PeftModel", _OLD))
         files = {"adapter_config.json": adapter.config, **_files_beside(state, order, adapter.base)}
         weights = adapter.own()
     _write_folder(order, _all_converted(weights, order.dtype), {"format": "pt"}, files, "adapter_model")
@@ -297,15 +299,6 @@ def _files_beside(state: RunState, order: _Order, facts: Mapping[str, Any]) -> d
 
 def _under(prefix: str) -> str:
     return f"{prefix}." if prefix else ""
-
-
-def _hugging_face_facts(state: RunState, model: str | None) -> dict[str, Any]:
-    found = state.about.get("hugging_face") or []
-    return _chosen(found, model, state.path, "Hugging Face model", "so there is no config.json to write")
-
-
-def _peft_facts(state: RunState, model: str | None) -> dict[str, Any]:
-    return _chosen(state.about.get("peft") or [], model, state.path, "PeftModel", _OLD)
 
 
 def _chosen(found: Sequence[dict[str, Any]], model: str | None, path: str, kind: str, without: str) -> dict[str, Any]:
@@ -354,8 +347,8 @@ _WRITERS: dict[str, Callable[[RunState, _Order], None]] = {
 
 
 def _write_torch(order: _Order, tree: Any, needed: int) -> None:
-    refuse_full(order.target, needed)
-    with atomic_path(order.target, overwrite=order.overwrite, may_replace=_nothing) as pending:
+    refuse_full(str(order.target), needed)
+    with atomic_path(order.target, overwrite=order.overwrite, may_replace=lambda _: False) as pending:
         with pending.open("wb") as file:
             write_torch_file(file, tree)
         check_torch_file(pending)
@@ -369,7 +362,7 @@ def _write_folder(
     name: str = "model",
 ) -> None:
     """Write a folder of shards, with an index if there are several, and other files (bytes, or JSON) beside them."""
-    refuse_full(order.target, _num_bytes(weights.values()))
+    refuse_full(str(order.target), _num_bytes(weights.values()))
     limit = order.max_shard_bytes or DEFAULT_SHARD_BYTES
     shards = _shards(weights, limit if name == "model" else None)  # peft reads a single file
     total = len(shards)
@@ -426,7 +419,3 @@ def _is_export(name: str) -> bool:
         "adapter_config.json",
         *TOKENIZER_FILES,
     )
-
-
-def _nothing(name: str) -> bool:
-    return False

@@ -24,6 +24,7 @@ from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import MANIFEST
+from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.format.tree import encode, encode_supported, reference
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.paths import join_path, local_path
@@ -234,11 +235,15 @@ def _of_state_file(source: str) -> Content:
     """Return the contents of a run state in one file."""
     state = RunState.open(source)
     assert isinstance(state.tree, dict)  # validates the tree before it is copied
-    streamed: dict[str, TensorParts] = {
-        key: StreamedTensor(state.shape(key), state.dtype(key), partial(state.read, key))
-        for key in state.keys()  # noqa: SIM118 - a source is no dict
+    return Content(state.plain_tree, _streamed_from(state), dict(state.about))
+
+
+def _streamed_from(source: TensorSource, prefix: str = "") -> dict[str, TensorParts]:
+    """Return all tensors of a source, by key after ``prefix``."""
+    return {
+        f"{prefix}{key}": StreamedTensor(source.shape(key), source.dtype(key), partial(source.read, key))
+        for key in source.keys()  # noqa: SIM118 - a source is no dict
     }
-    return Content(state.plain_tree, streamed, dict(state.about))
 
 
 # ---- safetensors and Hugging Face -----------------------------------------------------------------------------------
@@ -246,15 +251,10 @@ def _of_state_file(source: str) -> Content:
 
 def _of_safetensors(source: str) -> Content:
     tensors = SafetensorsFolder(source)
-    keys = list(tensors.keys())
-    state = {key: reference(f"weights/{key}") for key in keys}
+    state = {key: reference(f"weights/{key}") for key in tensors.keys()}  # noqa: SIM118 - a source is no dict
     facts = _hugging_face(tensors)
-    streamed: dict[str, TensorParts] = {
-        f"weights/{key}": StreamedTensor(tensors.shape(key), tensors.dtype(key), partial(tensors.read, key))
-        for key in keys
-    }
     description = about("weights") | ({} if facts is None else {"hugging_face": [facts]})
-    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, streamed, description)
+    return Content({WEIGHTS: state, "epoch": 0, "global_step": 0}, _streamed_from(tensors, "weights/"), description)
 
 
 def _hugging_face(tensors: SafetensorsFolder) -> dict[str, Any] | None:

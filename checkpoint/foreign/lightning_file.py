@@ -36,16 +36,16 @@ def as_lightning(state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     Returns:
         The dict, and a list of the values that were simplified, as text; ``""``: none.
     """
-    simplifier = _Simplifier()
+    changed: list[str] = []
     tree = {}
     for key, value in state.items():
         if key == _OF_RUN:
             continue
         if key == "optimizer_states":
             value = [positional(optimizer) for optimizer in value]
-        tree[key] = simplifier.simple(value, key)
-    shown = ", ".join(simplifier.changed[:_SHOWN])
-    more = f" and {len(simplifier.changed) - _SHOWN} more" if len(simplifier.changed) > _SHOWN else ""
+        tree[key] = _simple(value, key, changed)
+    shown = ", ".join(changed[:_SHOWN])
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     return _with_cursors_aside(tree), f"{shown}{more}"
 
 
@@ -93,32 +93,20 @@ def positional(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups, **rest}
 
 
-class _Simplifier:
-    """Converter to types that torch's safe loading accepts.
-
-    Attributes:
-        changed: paths of converted values.
-    """
-
-    def __init__(self) -> None:
-        self.changed: list[str] = []
-
-    def simple(self, value: Any, path: str) -> Any:
-        """Return ``value`` in accepted types."""
-        if isinstance(value, StoredTensor):
-            return LazyTensor(value.key, tuple(value.shape), value.dtype, value.whole)
-        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, dict):
-            copy = value.copy()  # the same class
-            copy.update({key: self.simple(item, f"{path}/{key}") for key, item in value.items()})
-            return copy
-        if isinstance(value, torch.Size | set):
-            return value
-        if type(value) in (list, tuple):
-            return type(value)(self.simple(item, f"{path}/{index}") for index, item in enumerate(value))
-        self.changed.append(path)
-        return self.simple(_plain(value), path)
+def _simple(value: Any, path: str, changed: list[str]) -> Any:
+    """Return ``value`` in types that torch's safe loading accepts; add the paths of converted values to ``changed``."""
+    if isinstance(value, StoredTensor):
+        return LazyTensor(value.key, tuple(value.shape), value.dtype, value.whole)
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor | torch.Size | set):
+        return value
+    if isinstance(value, dict):
+        copy = value.copy()  # the same class
+        copy.update({key: _simple(item, f"{path}/{key}", changed) for key, item in value.items()})
+        return copy
+    if type(value) in (list, tuple):
+        return type(value)(_simple(item, f"{path}/{index}", changed) for index, item in enumerate(value))
+    changed.append(path)
+    return _simple(_plain(value), path, changed)
 
 
 def _plain(value: Any) -> Any:

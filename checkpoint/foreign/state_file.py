@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -25,11 +23,11 @@ from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, exten
 from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS, Manifest
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import holds_run_state
-from trainwright.checkpoint.store.atomic import atomic_path, refuse_full
+from trainwright.checkpoint.store.atomic import atomic_path
 from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.store.remote_files import RemoteOutput
-from trainwright.checkpoint.store.write_errors import write_error
-from trainwright.checkpoint.write.save import Content, fail_together
+from trainwright.checkpoint.store.write_errors import refuse_full, write_error
+from trainwright.checkpoint.write.save import Content, described, fail_together
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 
@@ -79,9 +77,7 @@ def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:
         stored = {key: _stored(each, names[key]) for key, each in lazy.items()}
         writer.add(STATE, json_bytes(content.tree, f"The state of {path}"))
         writer.add(TENSORS, to_json(stored))
-        manifest = Manifest(dict(writer.records))
-        about = {"bytes": manifest.num_bytes, "created": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        manifest = replace(manifest, about={**content.about, **about})
+        manifest = described(Manifest(dict(writer.records), content.about))
         writer.add(MANIFEST, manifest.to_bytes())
     return manifest
 
@@ -96,7 +92,7 @@ def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
     """Yield a file that is published atomically at the end."""
     if not is_remote(path):
         target = Path(local_path(path))
-        refuse_full(target, needed)
+        refuse_full(str(target), needed)
         replaces = holds_run_state(path)  # may be a folder
         with atomic_path(target, overwrite=True, may_replace=lambda _: replaces) as pending, pending.open("wb") as file:
             yield file

@@ -116,13 +116,16 @@ def load_safely(path: str, file: BinaryIO, map_location: Any = "cpu", *, inert: 
     Raises:
         CheckpointError: if it is damaged, refused, or unfolds without bound.
     """
-    check_file(path, file, advice)
     try:
+        for each in _pickles(file):
+            check_pickle(each)
         with _inert_globals(file) if inert else nullcontext():
             value = torch_load(path, file, map_location, weights_only=True)
         _check_tensors(value, _length(file))
+    except NewerPickleError:
+        raise _newer(path, advice) from None
     except Exception as error:
-        # torch raises arbitrary errors: EOFError, RuntimeError, KeyError, UnpicklingError, ...
+        # zipfile, pickletools and torch raise arbitrary errors: EOFError, RuntimeError, KeyError, UnpicklingError, ...
         raise _load_error(path, file, error, advice) from error
     return value
 
@@ -172,26 +175,6 @@ def _newer(path: str, advice: str) -> CheckpointError:
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
-
-
-def check_file(path: str, file: BinaryIO, advice: str = "") -> None:
-    """Raise unless a file is a torch file that torch's safe reader processes in bounded time.
-
-    Args:
-        path: of the file.
-        file: the same, open.
-        advice: added to the message of a refusal.
-
-    Raises:
-        CheckpointError: if it is not.
-    """
-    try:
-        for each in _pickles(file):
-            check_pickle(each)
-    except NewerPickleError:
-        raise _newer(path, advice) from None
-    except Exception as error:  # zipfile and pickletools raise arbitrary errors for damaged files
-        raise DamagedFile(path, _damage(_length(file), error)) from error
 
 
 def _damage(size: int, error: Exception) -> str:

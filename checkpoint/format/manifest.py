@@ -160,11 +160,7 @@ def _part_of(
 
 def _sizes_of(folder: Folder, records: Iterable[FileRecord]) -> dict[str, int]:
     """Return the sizes of existing files by stored name, without listing the files of all ranks."""
-    found = {}
-    for record in records:
-        if folder.has(record.name):
-            found[record.file] = folder.size(record.name)
-    return found
+    return {record.file: folder.size(record.name) for record in records if folder.has(record.name)}
 
 
 def _problem(

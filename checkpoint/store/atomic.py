@@ -12,9 +12,7 @@ from trainwright.checkpoint.store.owners import new_token
 from trainwright.checkpoint.store.presence import is_there
 from trainwright.checkpoint.store.publish import put_in_place, sync_folder
 from trainwright.checkpoint.store.storage import clean_up
-from trainwright.checkpoint.store.write_errors import free_bytes
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.sizes import size_text
 
 
 @contextmanager
@@ -51,16 +49,6 @@ def atomic_path(target: Path, *, overwrite: bool, may_replace: Callable[[str], b
         ) from error
     finally:
         _remove(hidden)
-
-
-def refuse_full(target: Path, needed: int) -> None:
-    """Raise :class:`CheckpointError` if ``needed`` bytes do not fit on the disk of ``target``."""
-    free = free_bytes(str(target))
-    if free is not None and free < needed:
-        raise CheckpointError(
-            f"{target} needs {size_text(needed)}, and only {size_text(free)} are free. Nothing was written; free "
-            "space or give another path."
-        )
 
 
 def _refuse_taken(target: Path, overwrite: bool, may_replace: Callable[[str], bool]) -> None:

@@ -66,6 +66,16 @@ def refuse_unwritable(folder: str) -> None:
         )
 
 
+def refuse_full(path: str, needed: int) -> None:
+    """Raise :class:`CheckpointError` if ``needed`` bytes do not fit on the disk of ``path``."""
+    free = free_bytes(path)
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"{path}: {size_text(needed)} do not fit into {size_text(free)} of free space. Nothing was written; free "
+            f"space, give another path, or {ELSEWHERE}."
+        )
+
+
 def free_bytes(path: str) -> int | None:
     """Return the free space on the disk of ``path``; ``None`` if unknown, as in stores."""
     if is_remote(path):

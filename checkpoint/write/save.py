@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from trainwright.checkpoint.format.records import (
     SPLIT,
     STATE,
     TENSORS,
+    WHOLE,
     FileRecord,
     Listed,
     Manifest,
@@ -28,13 +29,12 @@ from trainwright.checkpoint.format.records import (
 )
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
 from trainwright.checkpoint.store.storage import PendingFolder
-from trainwright.checkpoint.store.write_errors import free_bytes
+from trainwright.checkpoint.store.write_errors import refuse_full
 from trainwright.checkpoint.write.assignment import Assignment, WriteAssigner
 from trainwright.checkpoint.write.box_index import directory_of, led_box_file, name_of, stored_by
 from trainwright.checkpoint.write.split import MetadataSplit
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
-from trainwright.core.text.sizes import size_text
 
 # Numbers that describe a file: whether it exists, size, hash (2); for lists, number and bytes of listed files.
 _NUMBERS = 6
@@ -60,10 +60,6 @@ class Content:
     def num_bytes(self) -> int:
         """Bytes of the tensors on this rank."""
         return sum(parts.num_bytes for parts in self.tensors.values())
-
-    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Content:
-        """Return the same content with ``function`` applied to every tensor; it must keep the shape."""
-        return replace(self, tensors={key: parts.map(function) for key, parts in self.tensors.items()})
 
 
 def with_assignment(content: Content, assigner: WriteAssigner) -> Content:
@@ -108,17 +104,18 @@ def _write_together(
     pending: PendingFolder, content: Content, path: str, rank: int, group: dist.ProcessGroup | None
 ) -> Manifest | None:
     record = None
-    files: dict[str, FileRecord] = {}
     lists: dict[str, Listed] = {}
     with fail_together(path, group):
         record = write_parts(pending, rank, content.tensors) if content.tensors else None
     assert content.assignment is not None
-    if content.assignment.split is None:
-        files = {each.name: each for each in records_of_ranks(record, pending, group)}
-    else:
+    split = content.assignment.split
+    ranks = range(1 if group is None else dist.get_world_size(group)) if split is None else split.list_of(rank)
+    records = _records_of(ranks, record, pending, group)
+    files = {each.name: each for each in records}
+    if split is not None:
         assert group is not None
         with fail_together(path, group):
-            files, lists = write_divided(pending, content.assignment, content.assignment.split, record, group)
+            files, lists = write_divided(pending, content.assignment, split, records, group)
     with fail_together(path, group):
         return _publish(pending, content, files, lists) if rank == 0 else None
 
@@ -159,7 +156,7 @@ def _create_pending(path: str, rank: int, group: dist.ProcessGroup | None, neede
     if rank == 0:
         try:
             pending = PendingFolder.create(path)
-            _refuse_full(path, needed)
+            refuse_full(path, needed)
             answer = f"token {pending.token}"
         except Exception as error:
             answer = f"error {error}"
@@ -205,27 +202,17 @@ def _publish(
         tensors = assignment.composed[TENSORS]
     state = json_bytes(content.tree, "The state")
     written = [pending.write_file(STATE, state, rank=0), pending.write_file(TENSORS, tensors, rank=0)]
-    manifest = Manifest({**files, **{record.name: record for record in written}}, lists=lists)
-    about = {
-        **content.about,
-        "bytes": manifest.num_bytes,
-        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
-    }
-    if assignment.split is None:
-        manifest = replace(manifest, about=about)
-    else:
-        manifest = replace(manifest, about=about, version=SPLIT, token=pending.token_in_names)
+    version, token = (WHOLE, "") if assignment.split is None else (SPLIT, pending.token_in_names)
+    files = {**files, **{record.name: record for record in written}}
+    manifest = described(Manifest(files, content.about, version, lists, token))
     pending.publish(manifest)
     return manifest
 
 
-def _refuse_full(path: str, needed: int) -> None:
-    free = free_bytes(path)
-    if free is not None and free < needed:
-        raise CheckpointError(
-            f"{path}: a checkpoint of {size_text(needed)} does not fit into {size_text(free)} of free space. "
-            "Nothing was written. Free space, or choose a folder on another disk (checkpoint.*.dirpath=...)."
-        )
+def described(manifest: Manifest) -> Manifest:
+    """Return a manifest that also has the size of the checkpoint and the present time."""
+    created = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return replace(manifest, about={**manifest.about, "bytes": manifest.num_bytes, "created": created})
 
 
 @contextmanager
@@ -249,12 +236,13 @@ def fail_together(path: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     raise CheckpointError(f"The checkpoint {path} was not written; an existing one is untouched. {causes}") from problem
 
 
-def records_of_ranks(
-    record: FileRecord | None, pending: PendingFolder, group: dist.ProcessGroup | None
+def _records_of(
+    ranks: range, record: FileRecord | None, pending: PendingFolder, group: dist.ProcessGroup | None
 ) -> list[FileRecord]:
-    """Return the file records of all ranks on the first; 48 bytes from each. A collective.
+    """Return the file records of some ranks on the first of them; 48 bytes from each. A collective of these.
 
     Args:
+        ranks: this one and others, in order.
         record: of this rank's file; ``None``: it wrote none.
         pending: the folder.
         group: of all ranks; ``None``: this process alone.
@@ -262,10 +250,12 @@ def records_of_ranks(
     if group is None:
         return [] if record is None else [record]
     own = _to_numbers(record)
-    is_first = dist.get_rank(group) == 0
-    everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))] if is_first else None
-    dist.gather(own, everyone, dst=dist.get_global_rank(group, 0), group=group)
-    found = [_record_from(numbers, file_of(rank), rank, pending) for rank, numbers in enumerate(everyone or ())]
+    if dist.get_rank(group) != ranks[0]:
+        dist.send(own, dist.get_global_rank(group, ranks[0]), group=group)
+        return []
+    received = [own, *(_received(other, group) for other in ranks[1:])]
+    pairs = zip(ranks, received, strict=True)
+    found = [_record_from(numbers, file_of(other), other, pending) for other, numbers in pairs]
     return [record for record, _ in filter(None, found)]
 
 
@@ -273,7 +263,7 @@ def write_divided(
     pending: PendingFolder,
     assignment: Assignment,
     split: MetadataSplit,
-    record: FileRecord | None,
+    records: Sequence[FileRecord],
     group: dist.ProcessGroup,
 ) -> tuple[dict[str, FileRecord], dict[str, Listed]]:
     """Write lists of files and box files on the ranks that ``split`` assigns. A collective, to the end even on errors.
@@ -282,7 +272,7 @@ def write_divided(
         pending: the folder.
         assignment: assignment of boxes to ranks.
         split: division of metadata among ranks.
-        record: of this rank's file; ``None``: it wrote none.
+        records: of the files of the list that this rank writes.
         group: of all ranks.
 
     Returns:
@@ -295,7 +285,6 @@ def write_divided(
     lists, boxes = split.lists, split.boxes
     own: list[tuple[str, FileRecord, Listed | None]] = []
     problem: BaseException | None = None
-    records = _records_of_list(record, pending, split, group)
     try:
         for name in (name for name, leader in lists if leader == rank):
             pending.check_present(records)
@@ -312,21 +301,6 @@ def write_divided(
         raise problem
     files = {name: each for name, (each, _) in found.items()}
     return files, {name: found[name][1] for name, _ in lists if name in found}
-
-
-def _records_of_list(
-    record: FileRecord | None, pending: PendingFolder, split: MetadataSplit, group: dist.ProcessGroup
-) -> list[FileRecord]:
-    """Return the records of the files of one list, on the rank that writes it."""
-    rank, own = dist.get_rank(group), _to_numbers(record)
-    ranks = split.list_of(rank)
-    if rank != ranks[0]:
-        dist.send(own, dist.get_global_rank(group, ranks[0]), group=group)
-        return []
-    received = [own, *(_received(other, group) for other in ranks[1:])]
-    pairs = zip(ranks, received, strict=True)
-    found = [_record_from(numbers, file_of(other), other, pending) for other, numbers in pairs]
-    return [record for record, _ in filter(None, found)]
 
 
 def _gather_records(

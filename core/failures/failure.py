@@ -200,10 +200,8 @@ def first_failure(
         run_dir: the run directory.
         hangs: of ranks killed by the monitor; None = none.
     """
-    world_size = len(exit_codes)
     for rank, hang in (hangs or {}).items():
-        text = f"rank {rank} of {world_size} hung and was killed; the others were ended\n\n{hang.report.rstrip()}"
-        return RankError(text, rank, exit_codes[rank], hang=hang)
+        return _error(None, rank, exit_codes, run_dir, hang=hang)
     failures = sorted(
         (Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")),
         key=lambda failure: (failure.is_secondary, failure.time_ns),
@@ -232,10 +230,7 @@ def failure_of(
         hang: if the monitor had it killed; None: it did not.
     """
     codes = dict.fromkeys(range(world_size)) | {rank: exit_code}
-    if hang is not None:
-        text = f"rank {rank} of {world_size} hung and was killed\n\n{hang.report.rstrip()}"
-        return RankError(text, rank, exit_code, hang=hang)
-    return _error(_recorded(folder, rank), rank, codes, run_dir, others="")
+    return _error(_recorded(folder, rank), rank, codes, run_dir, others="", hang=hang)
 
 
 def end_summaries(folder: Path, exit_codes: Mapping[int, int | None]) -> list[str]:
@@ -259,8 +254,12 @@ def _error(
     exit_codes: Mapping[int, int | None],
     run_dir: Path,
     others: str = "; the others were ended",
+    hang: FoundHang | None = None,
 ) -> RankError:
     log, whom, exit_code = log_file(run_dir, rank), f"rank {rank} of {len(exit_codes)}", exit_codes.get(rank)
+    if hang is not None:
+        text = f"{whom} hung and was killed{others}\n\n{hang.report.rstrip()}"
+        return RankError(text, rank, exit_code, hang=hang)
     if failure is not None:
         return RankError(failure.paragraph(whom, others, log), rank, exit_code, failure)
     text = f"{whom} {describe_end(exit_code)}{others}"

@@ -139,7 +139,7 @@ def test_unwritable_folder_fails_all_ranks(ranks, tmp_path):
 
 def test_full_disk_is_known_beforehand(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "free_bytes", lambda path: 100)
-    with pytest.raises(CheckpointError, match=r"does not fit into .* of free space"):
+    with pytest.raises(CheckpointError, match=r"do not fit into .* of free space"):
         write(content_of(1), str(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
 
