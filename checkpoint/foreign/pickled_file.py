@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainwright.checkpoint.foreign.unpickle import load_safely, open_file, torch_load
 from trainwright.checkpoint.format.manifest import MANIFEST
 from trainwright.checkpoint.store.paths import is_remote, local_path, normal_path
-from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.store.storage import Folder, is_folder
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.printable import one_line, shortened
 from trainwright.core.torch_internals import _EmptyStateDictLoadPlanner
@@ -57,7 +57,7 @@ def load_pickled(path: str | os.PathLike[str], *, trust: bool = False, map_locat
             rebuilt while ``trust`` is off.
     """
     path = normal_path(path)
-    if _is_folder(path):
+    if is_folder(path):
         return _load_folder(path, trust, map_location)
     with open_file(path) as file:
         value = _load_file(path, file, trust, map_location)
@@ -84,13 +84,6 @@ def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
-
-
-def _is_folder(path: str) -> bool:
-    if path.startswith(("http://", "https://")):
-        return False
-    folder = Folder(path)
-    return folder.exists() and not folder.is_file()
 
 
 def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class Entry:
 
 
 @dataclass
-class Directory:
-    """The tensors of a checkpoint.
+class Directory(Collection[str]):
+    """The tensors of a checkpoint; a collection of their names.
 
     Args:
         tensors: entries by key, without rank-local tensors.
@@ -96,7 +96,18 @@ class Directory:
 
     def keys(self) -> Collection[str]:
         """Return the names of all tensors; membership tests take constant time."""
-        return _Keys(self)
+        return self
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.find(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.tensors
+        for rank in range(self.num_ranks):
+            yield from (f"{OF_RANK}{rank}/{name}" for name in self.own_of(rank))
+
+    def __len__(self) -> int:
+        return len(self.tensors) + sum(count * len(self.kinds[kind]) for count, kind in self.own)
 
     def keys_under(self, prefix: str) -> list[str]:
         """Return names that begin with ``prefix``; for one rank's prefix, without visiting other ranks."""
@@ -145,23 +156,6 @@ class Directory:
         if any(not len(e.shape) == len(p.begin) == len(p.end) for e in tensors.values() for p in e.places):
             raise ValueError("a tensor has boxes with another number of dims")
         return cls(tensors, kinds, own)
-
-
-class _Keys(Collection[str]):
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._directory.find(key) is not None
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._directory.tensors
-        for rank in range(self._directory.num_ranks):
-            yield from (f"{OF_RANK}{rank}/{name}" for name in self._directory.own_of(rank))
-
-    def __len__(self) -> int:
-        own = (count * len(self._directory.kinds[kind]) for count, kind in self._directory.own)
-        return len(self._directory.tensors) + sum(own)
 
 
 def rank_and_name(key: str) -> tuple[int | None, str]:

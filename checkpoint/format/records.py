@@ -322,33 +322,20 @@ def _is_natural(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-_ABOUT: dict[str, type | tuple[type, ...]] = {
-    "bytes": int,
-    "created": str,
-    "data_ranks": int,
-    "epoch": int,
-    "global_batch_size": int,
-    "hugging_face": list,
-    "kind": str,
-    "layout": dict,
-    "metrics": dict,
-    "samples": int,
-    "step": int,
-    "strategy": str,
-    "versions": dict,
-    "world_size": int,
+_ABOUT: dict[type, tuple[str, ...]] = {
+    int: ("bytes", "data_ranks", "epoch", "global_batch_size", "samples", "step", "world_size"),
+    str: ("created", "kind", "strategy"),
+    list: ("hugging_face",),
+    dict: ("layout", "metrics", "versions"),
 }
 
 
 def _check_about(about: Mapping[str, Any]) -> None:
     """Raise for values of a wrong type under known names; ``None`` and unknown names are allowed."""
-    for name, kind in _ABOUT.items():
-        value = about.get(name)
-        is_wrong = (
-            not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 1 << 63)
-        )
-        if value is not None and is_wrong:
-            raise ManifestError(f"its {name} is {shortened(repr(value))}, not a {getattr(kind, '__name__', kind)}")
+    for kind, value, name in ((kind, about.get(name), name) for kind, names in _ABOUT.items() for name in names):
+        is_right = isinstance(value, kind) and not isinstance(value, bool)
+        if value is not None and not (is_right and (kind is not int or abs(value) < 1 << 63)):
+            raise ManifestError(f"its {name} is {shortened(repr(value))}, not a {kind.__name__}")
     for name, value in (about.get("layout") or {}).items():
         if not _is_natural(value):
             raise ManifestError(f"the axis {name} of its layout is {shortened(repr(value))}")

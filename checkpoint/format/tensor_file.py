@@ -24,26 +24,12 @@ from trainwright.core.text.bounded import ContentError, naturals, parse_json, sh
 from trainwright.core.text.printable import shortened
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 """The format's names of dtypes."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -190,7 +176,9 @@ class TensorFileReader:
         # A scalar is read as a row of one.
         out = torch.empty(sizes or (1,), dtype=entry.dtype)
         if out.numel():
-            _Box(self._opened(), name).fill(out, self._begins[name], entry.shape or (1,), offsets or (0,))
+            if self._file is None:
+                self._file = self._open()
+            _fill(out, self._file, name, self._begins[name], entry.shape or (1,), offsets or (0,))
         return out.reshape(sizes)
 
     def close(self) -> None:
@@ -199,11 +187,6 @@ class TensorFileReader:
             self._file.close()
             self._file = None
 
-    def _opened(self) -> BinaryIO:
-        if self._file is None:
-            self._file = self._open()
-        return self._file
-
     def __enter__(self) -> TensorFileReader:
         return self
 
@@ -211,42 +194,34 @@ class TensorFileReader:
         self.close()
 
 
-class _Box:
-    """Reader of one box of one tensor."""
+def _fill(out: Tensor, file: BinaryIO, name: str, begin: int, shape: Sequence[int], offsets: Sequence[int]) -> None:
+    """Fill ``out``, a box at ``offsets`` of the tensor of ``shape`` whose bytes start at ``begin``."""
+    row = math.prod(shape[1:]) * out.element_size()
+    begin += offsets[0] * row
+    if tuple(out.shape[1:]) == tuple(shape[1:]):
+        _read_into(out, file, name, begin)
+    elif row >= _WORTH_SEEKING:
+        for index in range(out.shape[0]):
+            _fill(out[index], file, name, begin + index * row, shape[1:], offsets[1:])
+    else:
+        inside = tuple(slice(o, o + s) for o, s in zip(offsets[1:], out.shape[1:], strict=True))
+        count = max(1, _BLOCK // row)
+        for first in range(0, out.shape[0], count):
+            part = out[first : first + count]
+            rows = torch.empty((part.shape[0], *shape[1:]), dtype=out.dtype)
+            _read_into(rows, file, name, begin + first * row)
+            part.copy_(rows[(slice(None), *inside)])
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self._file = file
-        self._name = name
 
-    def fill(self, out: Tensor, begin: int, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """Fill ``out``, a box at ``offsets`` of the tensor of ``shape`` whose bytes start at ``begin``."""
-        row = math.prod(shape[1:]) * out.element_size()
-        begin += offsets[0] * row
-        if tuple(out.shape[1:]) == tuple(shape[1:]):
-            self._read_into(out, begin)
-        elif row >= _WORTH_SEEKING:
-            for index in range(out.shape[0]):
-                self.fill(out[index], begin + index * row, shape[1:], offsets[1:])
-        else:
-            inside = tuple(slice(o, o + s) for o, s in zip(offsets[1:], out.shape[1:], strict=True))
-            count = max(1, _BLOCK // row)
-            for first in range(0, out.shape[0], count):
-                part = out[first : first + count]
-                rows = torch.empty((part.shape[0], *shape[1:]), dtype=out.dtype)
-                self._read_into(rows, begin + first * row)
-                part.copy_(rows[(slice(None), *inside)])
-
-    def _read_into(self, out: Tensor, begin: int) -> None:
-        view = bytes_of(out)
-        self._file.seek(begin)
-        done = 0
-        while done < view.nbytes:
-            got = self._file.readinto(view[done:])  # type: ignore[attr-defined]
-            if not got:
-                raise CheckpointError(
-                    f"{_place(self._file)}: truncated: {view.nbytes - done} bytes of {self._name!r} are missing."
-                )
-            done += got
+def _read_into(out: Tensor, file: BinaryIO, name: str, begin: int) -> None:
+    view = bytes_of(out)
+    file.seek(begin)
+    done = 0
+    while done < view.nbytes:
+        got = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not got:
+            raise CheckpointError(f"{_place(file)}: truncated: {view.nbytes - done} bytes of {name!r} are missing.")
+        done += got
 
 
 # ---- the header -----------------------------------------------------------------------------------------------------

@@ -194,18 +194,13 @@ def decode(value: Any, get: Get) -> Any:
     )
 
 
-SECTIONS: dict[str, type | tuple[type, ...]] = {
-    "callbacks": dict,
-    "epoch": int,
-    "global_step": int,
-    "loops": dict,
-    "lr_schedulers": list,
-    "optimizer_states": list,
-    "pytorch-lightning_version": str,
-    "state_dict": dict,
-    "trainwright": dict,
+# Names of the known entries of Lightning's checkpoint dict, by type.
+_SECTIONS: dict[type, tuple[str, ...]] = {
+    int: ("epoch", "global_step"),
+    str: ("pytorch-lightning_version",),
+    list: ("lr_schedulers", "optimizer_states"),
+    dict: ("callbacks", "loops", "state_dict", "trainwright"),
 }
-"""Types of the known entries of Lightning's checkpoint dict."""
 
 
 def check_sections(tree: Any) -> None:
@@ -216,7 +211,7 @@ def check_sections(tree: Any) -> None:
     """
     if not isinstance(tree, dict):
         raise ContentError("it is not a mapping")
-    for name, kind in SECTIONS.items():
+    for kind, name in ((kind, name) for kind, names in _SECTIONS.items() for name in names):
         value = tree.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise ContentError(f"{name} is a {type(value).__name__}")

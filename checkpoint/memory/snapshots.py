@@ -99,7 +99,7 @@ class Snapshots:
             content: of this rank; it may change as soon as this returns.
             step: optimizer steps done.
         """
-        place = self._place_for(step)
+        place = min(self._places, key=lambda place: _age(place, step))
         place.held = None  # a failed copy must not leave a partial snapshot
         staged = place.staging.stage(content.tensors)
         place.held = Snapshot(step, replace(content, tensors=staged.tensors), staged.copied)
@@ -130,9 +130,6 @@ class Snapshots:
         for place in self._places:
             place.held = None
             place.staging.release()
-
-    def _place_for(self, step: int) -> _Place:
-        return min(self._places, key=lambda place: _age(place, step))
 
 
 def _age(place: _Place, step: int) -> tuple[int, int]:

@@ -105,6 +105,14 @@ def _files_at(path: str) -> LocalFiles | RemoteFiles | ZipFiles:
     return ZipFiles(path, partial(files.store.open, files.root, "rb"))
 
 
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder, local or in a store; web servers list none."""
+    if path.startswith(("http://", "https://")):
+        return False
+    folder = Folder(path)
+    return folder.exists() and not folder.is_file()
+
+
 class PendingFolder:
     """A checkpoint being written, invisible until :meth:`publish`.
 

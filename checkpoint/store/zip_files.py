@@ -23,37 +23,9 @@ _MARK = b"PK\3\4"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
-class RecordError(ValueError):
-    """A record that is compressed, encrypted or truncated."""
-
-
 def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     """Open an archive, reading a bounded amount of metadata."""
     return zipfile.ZipFile(cast(BinaryIO, Limited(file)))
-
-
-def place_of(file: BinaryIO, info: zipfile.ZipInfo, size: int) -> tuple[int, int]:
-    """Return the position and size of a record in the archive.
-
-    Args:
-        file: the archive.
-        info: of the record.
-        size: of the archive, in bytes.
-
-    Raises:
-        RecordError: if the record is compressed, encrypted or truncated.
-    """
-    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise RecordError("is compressed or encrypted, which torch does not support")
-    file.seek(info.header_offset)
-    header = file.read(_LOCAL_HEADER.size)
-    if len(header) < _LOCAL_HEADER.size:
-        raise RecordError("is cut short")
-    mark, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-    start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-    if mark != _MARK or start + info.file_size > size:
-        raise RecordError("is cut short")
-    return start, info.file_size
 
 
 class ZipFiles:
@@ -115,13 +87,23 @@ class ZipFiles:
         info = self._info(file)
         archive = self._open()
         try:
-            return _Window(archive, *place_of(archive, info, archive.seek(0, io.SEEK_END)))
-        except RecordError as error:
-            archive.close()
-            raise DamagedCheckpoint(self.path, [f"{file} {error}"]) from None
+            return _Window(archive, self._start(file, info, archive), info.file_size)
         except BaseException:
             archive.close()
             raise
+
+    def _start(self, file: str, info: zipfile.ZipInfo, archive: BinaryIO) -> int:
+        """Return the position of a record's bytes in the archive."""
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise DamagedCheckpoint(self.path, [f"{file} is compressed or encrypted, which torch does not support"])
+        size = archive.seek(0, io.SEEK_END)
+        archive.seek(info.header_offset)
+        header = archive.read(_LOCAL_HEADER.size).ljust(_LOCAL_HEADER.size)
+        mark, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        if mark != _MARK or start + info.file_size > size:
+            raise DamagedCheckpoint(self.path, [f"{file} is cut short"])
+        return start
 
 
 class _Window(io.RawIOBase):

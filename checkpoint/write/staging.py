@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Arena:
         """Return ``num_bytes`` of the block as uint8; its previous contents are lost."""
         if self._block is None or self._block.numel() < num_bytes:
             self.release()  # before allocating another
-            self._block = _pinned(num_bytes) if self.pinned else _plain(num_bytes)
+            self._block = _allocated(num_bytes, self.pinned)
         self._used = max(self._used, num_bytes)
         return self._block[:num_bytes]
 
@@ -55,13 +56,9 @@ class Arena:
         self._block, self._used = None, 0
 
 
-def _pinned(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _plain(num_bytes: int) -> Tensor:
-    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.uint8)
+def _allocated(num_bytes: int, pinned: bool) -> Tensor:
+    if pinned or num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     # A quarter more address space than needed, free until touched, so that a slightly larger state fits later.
     pages = -(-num_bytes * 5 // 4 // _HUGE_PAGE)
     block = mmap.mmap(-1, pages * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -89,9 +86,7 @@ class Slot:
 
     def view(self, block: Tensor) -> Tensor:
         """Return the box as a tensor over the memory of ``block``."""
-        count = 1
-        for size in self.sizes:
-            count *= size
+        count = math.prod(self.sizes)
         if not 0 <= self.start <= len(block) - count * self.dtype.itemsize or min(self.sizes, default=0) < 0:
             raise ValueError(f"a box of {self.sizes} at byte {self.start} is outside of a block of {len(block)} bytes")
         return block[self.start : self.start + count * self.dtype.itemsize].view(self.dtype).view(self.sizes)

@@ -6,7 +6,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -90,7 +89,7 @@ def problem_of_target(key: str, target: str) -> str | None:
         return None
     if parts[0] == _OWN and (places := _places_of(parts[-1])):
         return f"{where}: {parts[-1]} has moved; type {key}._target_={' or '.join(places)}"
-    defined = sorted(f"{module}.{name}" for name in names.defined if not name.startswith("_"))
+    defined = sorted(f"{module}.{name}" for name, is_own in names.items() if is_own and not name.startswith("_"))
     return f"{where}: {module} has no {rest[0]!r}; {did_you_mean(f'{module}.{rest[0]}', defined, 'it defines')}"
 
 
@@ -101,17 +100,6 @@ def _places_of(name: str) -> list[str]:
     files = (file for folder in sorted(root.iterdir()) for file in sorted(folder.rglob("*.py")))
     found = (file for file in files if pattern.search(file.read_text(encoding="utf8")))
     return [".".join((_OWN, *file.relative_to(root).with_suffix("").parts, name)) for file in found]
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Names bound at the top level of a module, by definition or import."""
-
-    defined: frozenset[str]
-    imported: frozenset[str]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.defined or name in self.imported
 
 
 def _deepest_module(parts: list[str]) -> tuple[ModuleSpec | None, int]:
@@ -196,23 +184,21 @@ def _parsed(origin: str, changed: int, size: int) -> ast.Module:
     return ast.parse(Path(origin).read_bytes())
 
 
-def _top_level_names(spec: ModuleSpec) -> _Names | None:
-    """Return names bound at the top level of a module's source; None if reading cannot determine them."""
+def _top_level_names(spec: ModuleSpec) -> dict[str, bool] | None:
+    """Return names bound at the top level of a module's source, and whether it defines them rather than imports them;
+    None if reading cannot determine them."""
     tree = _tree(spec)
     if tree is None:
         return None
-    defined: set[str] = set()
-    imported: set[str] = set()
+    names: dict[str, bool] = {}
     for node in _top_level_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            defined.add(node.name)
+            names[node.name] = True
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            imported.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            names |= {(alias.asname or alias.name).split(".")[0]: False for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            defined.add(node.id)
-    if "*" in imported or "__getattr__" in defined:
-        return None
-    return _Names(frozenset(defined), frozenset(imported))
+            names[node.id] = True
+    return None if "*" in names or "__getattr__" in names else names
 
 
 def _top_level_nodes(node: ast.AST) -> Iterator[ast.AST]:

@@ -31,7 +31,7 @@ from trainwright.checkpoint.foreign.deepspeed.merge import (
 )
 from trainwright.checkpoint.foreign.unpickle import Inert, load_inert
 from trainwright.checkpoint.store.paths import join_path, normal_path
-from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.store.storage import Folder, is_folder
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting
 
@@ -87,7 +87,7 @@ class Files:
             CheckpointError: if it has no folder of the parameter.
         """
         path = join_path(self.folder, f"zero/{parameter}")
-        if not _PLAIN_NAME.fullmatch(parameter) or parameter in (".", "..") or not _is_folder(path):
+        if not _PLAIN_NAME.fullmatch(parameter) or parameter in (".", "..") or not is_folder(path):
             raise CheckpointError(f"{self.folder} has no folder zero/{parameter}, though it lists that parameter.")
         files = [name.removesuffix(".pt") for name in Folder(path).names() if name.endswith(".pt")]
         return [name for name in sorted(files) if name != "fp32"]
@@ -96,10 +96,10 @@ class Files:
 def is_deepspeed(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder, local or in an fsspec store, looks like a DeepSpeed checkpoint."""
     path = normal_path(path)
-    names = Folder(path).names() if _is_folder(path) else []
+    names = Folder(path).names() if is_folder(path) else []
     if any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in names):
         return True
-    return any(name in names and _is_folder(_pointed(path, name) or "") for name in _POINTERS)
+    return any((folder := _pointed(path, name)) and is_folder(folder) for name in _POINTERS if name in names)
 
 
 def find_files(path: str | os.PathLike[str]) -> Files:
@@ -113,7 +113,7 @@ def find_files(path: str | os.PathLike[str]) -> Files:
         CheckpointError: if there is none, files are missing, or its kind is not supported.
     """
     path = normal_path(path)
-    if not _is_folder(path):
+    if not is_folder(path):
         raise CheckpointError(f"There is no folder {path}.")
     folder = _folder_of_step(path)
     names = Folder(folder).names()
@@ -122,7 +122,7 @@ def find_files(path: str | os.PathLike[str]) -> Files:
     optimizer = _by_rank(folder, names, _OPTIMIZER)
     if not model:
         raise CheckpointError(f"{folder} has no file mp_rank_00_model_states.pt: it is not a DeepSpeed checkpoint.")
-    return Files(folder, model, optimizer, _is_folder(join_path(folder, "zero")))
+    return Files(folder, model, optimizer, is_folder(join_path(folder, "zero")))
 
 
 def _folder_of_step(path: str) -> str:
@@ -130,7 +130,7 @@ def _folder_of_step(path: str) -> str:
     for pointer in _POINTERS:
         if pointer in names:
             folder = _pointed(path, pointer)
-            if folder is None or not _is_folder(folder):
+            if folder is None or not is_folder(folder):
                 raise CheckpointError(
                     f"{join_path(path, pointer)} names a missing checkpoint. Give the folder of a step."
                 )
@@ -176,11 +176,6 @@ def _by_rank(folder: str, names: Iterable[str], pattern: re.Pattern[str]) -> tup
         like = found[max(found)]
         raise CheckpointError(f"{folder} has no file like {like} for the ranks {', '.join(map(str, missing))}.")
     return tuple(found[rank] for rank in sorted(found))
-
-
-def _is_folder(path: str) -> bool:
-    folder = Folder(path) if path else None
-    return folder is not None and folder.exists() and not folder.is_file()
 
 
 __all__ = ["DeepSpeedCheckpoint", "is_deepspeed", "read_deepspeed"]
