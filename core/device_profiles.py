@@ -15,6 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from trainwright.core.config.options import is_number
+
 AUTO, CPU = "auto", "cpu"
 MEASURED = Path("conf", "device", "mine.yaml")
 """Default output of `trainwright profile`, and where `device=auto` looks, relative to the working directory."""
@@ -133,39 +135,31 @@ def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
     Raises:
         ValueError: see :func:`profile_of`.
     """
-    name, problems = str(values.get("name")), []
-    numbers = dict(_numbers(values))
-    for key, value in numbers.items():
-        if (
-            not isinstance(value, (int, float))
-            or isinstance(value, bool)
-            or value < 0
-            or (not value and key in _POSITIVE)
-        ):
-            problems.append(f"device.{key}={value} (allowed: a number above 0, without a unit)")
+    name = str(values.get("name"))
+    of_links = {f"{link}.{key}": each for link in _LINKS for key, each in (values.get(link) or {}).items()}
+    flat = {**values, **of_links}
+    numbers = {**{key: flat.get(key) for key in _REQUIRED}, **{key: flat.get(key) or 0.0 for key in _OPTIONAL}}
+    problems = [
+        f"device.{key}={value} (allowed: a number above 0, without a unit)"
+        for key, value in numbers.items()
+        if not is_number(value) or value < 0 or (not value and key in _POSITIVE)
+    ]
     flops = {kind: float(value) for kind, value in (values.get("flops") or {}).items() if value}
     if "float32" not in flops:
         problems.append("device.flops.float32 is missing (operations per second)")
     if problems:
         raise ValueError(f"the profile device={name} cannot be used: " + "; ".join(problems))
     given = {each.name: values[each.name] for each in fields(DeviceProfile) if values.get(each.name) is not None}
-    links = {link: LinkProfile(*(float(numbers[f"{link}.{key}"]) for key in _OF_LINK)) for link in ("within", "across")}
+    links = {link: LinkProfile(*(float(numbers[f"{link}.{key}"]) for key in _OF_LINK)) for link in _LINKS}
     sizes = {key: int(numbers[key]) for key in ("memory_bytes", "devices_per_node", "host_memory_bytes")}
     return DeviceProfile(**{**given, **links, **sizes, "name": name, "flops": flops})
 
 
-_OF_LINK = ("latency", "bandwidth", "call")
+_LINKS, _OF_LINK = ("within", "across"), ("latency", "bandwidth", "call")
 _PLAIN = ("memory_bytes", "memory_bandwidth", "efficiency", "devices_per_node", "host_bandwidth", "host_memory_bytes")
-_POSITIVE = frozenset((*_PLAIN, "within.bandwidth", "across.bandwidth"))
-
-
-def _numbers(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found = [(key, values.get(key)) for key in _PLAIN]
-    for link in ("within", "across"):
-        given = values.get(link) or {}
-        found += [(f"{link}.{key}", given.get(key)) for key in ("latency", "bandwidth")]
-        found.append((f"{link}.call", given.get("call") or 0.0))
-    return [*found, *((key, values.get(key) or 0.0) for key in ("operation_seconds", "gather_seconds"))]
+_POSITIVE = (*_PLAIN, "within.bandwidth", "across.bandwidth")
+_REQUIRED = (*_POSITIVE, "within.latency", "across.latency")
+_OPTIONAL = ("within.call", "across.call", "operation_seconds", "gather_seconds")
 
 
 def shared_by(profile: DeviceProfile, ranks: int) -> DeviceProfile:

@@ -14,11 +14,11 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trainwright.checkpoint.format.dtypes import dtype_named
+from trainwright.checkpoint.format.tensor_file import bytes_of
 from trainwright.checkpoint.format.tree import UnsupportedValueError, decode, encode
 from trainwright.core.errors import CheckpointError
 from trainwright.core.torch_internals import _pytree as pytree
@@ -49,7 +49,7 @@ def pack(value: Any) -> bytes:
     tree = encode(_without_records(value), put, "value")
     forms = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps([tree, forms], separators=(",", ":")).encode()
-    return b"".join([len(text).to_bytes(_HEAD, "little"), text, *map(_octets, tensors)])
+    return b"".join([len(text).to_bytes(_HEAD, "little"), text, *map(bytes_of, tensors)])
 
 
 def unpack(data: bytes) -> Any:
@@ -67,22 +67,13 @@ def unpack(data: bytes) -> Any:
             if math.prod(shape) * dtype.itemsize > len(data) - begin:
                 raise ValueError(f"{len(data)} bytes hold no tensor of shape {shape}")
             tensor = torch.empty(shape, dtype=dtype)
-            octets = _octets_of(tensor)
-            octets[:] = np.frombuffer(data, dtype=np.uint8, count=len(octets), offset=begin)
-            begin += len(octets)
+            if tensor.numel():
+                bytes_of(tensor)[:] = memoryview(data)[begin : begin + tensor.nbytes]
+            begin += tensor.nbytes
             tensors.append(tensor)
         return _with_records(decode(tree, lambda key: tensors[int(key)]))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, RuntimeError) as error:
         raise CheckpointError(f"A message of another rank cannot be read ({type(error).__name__}: {error}).") from error
-
-
-def _octets_of(tensor: Tensor) -> Any:
-    """Return the elements of a tensor, in order, as an array of bytes."""
-    return tensor.reshape(-1).contiguous().view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-
-
-def _octets(tensor: Tensor) -> bytes:
-    return bytes(_octets_of(tensor))
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
         store.makedirs(store._parent(name), exist_ok=True)
         output = RemoteOutput(store, name)
         try:
-            yield cast(BinaryIO, _Stream(output))
+            yield cast(BinaryIO, output)
             output.seal()
         finally:
             output.abort()
@@ -110,25 +110,3 @@ def _new_file(path: str, needed: int) -> Iterator[BinaryIO]:
         raise
     except Exception as error:
         raise write_error(error, path, needed) from error
-
-
-class _Stream:
-    """A write-only sequential file over an object of a store."""
-
-    def __init__(self, output: RemoteOutput) -> None:
-        self._output = output
-        self._at = 0
-
-    def write(self, data: Any) -> int:
-        """Append all of ``data``."""
-        block = memoryview(data)
-        self._output.write(block)
-        self._at += block.nbytes
-        return block.nbytes
-
-    def tell(self) -> int:
-        """Return the bytes written."""
-        return self._at
-
-    def flush(self) -> None:
-        """Do nothing: the store decides when it sends."""

@@ -105,12 +105,20 @@ class RemoteOutput:
         self._file = store.open(path, "wb")
         self._size = 0
 
-    def write(self, block: memoryview) -> None:
-        """Append all of ``block``."""
-        written = self._file.write(block)
-        if written is not None and written != block.nbytes:
-            raise OSError(f"the store took {written} of {block.nbytes} bytes")
-        self._size += block.nbytes
+    def write(self, block: bytes | memoryview) -> int:
+        """Append all of ``block``; return its bytes."""
+        written, size = self._file.write(block), memoryview(block).nbytes
+        if written is not None and written != size:
+            raise OSError(f"the store took {written} of {size} bytes")
+        self._size += size
+        return size
+
+    def tell(self) -> int:
+        """Return the bytes written."""
+        return self._size
+
+    def flush(self) -> None:
+        """Do nothing: the store decides when it sends."""
 
     def seal(self) -> None:
         """Complete the object, and check its size in the store."""

@@ -152,23 +152,15 @@ def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorP
 
 def _create_pending(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
     """Create the folder on the first rank, if there is room, and join it on the others."""
-    pending, answer = None, ""
-    if rank == 0:
-        try:
+    pending = None
+    with fail_together(path, group):
+        if rank == 0:
             pending = PendingFolder.create(path)
-            refuse_full(path, needed)
-            answer = f"token {pending.token}"
-        except Exception as error:
-            answer = f"error {error}"
-            if pending is not None:
-                pending.discard()
-            if group is None:
-                raise
-    answer = answer if group is None else broadcast_value(answer, 0, group)
-    kind, _, text = answer.partition(" ")
-    if kind == "error":
-        raise CheckpointError(text)
-    return pending if pending is not None else PendingFolder.join(path, text)
+            with pending:  # discarded on an error
+                refuse_full(path, needed)
+    token = pending.token if pending is not None else ""
+    token = token if group is None else broadcast_value(token, 0, group)
+    return pending if pending is not None else PendingFolder.join(path, token)
 
 
 def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
