@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -60,21 +59,16 @@ def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 class WorldGroup:
-    """A group of all ranks, created on first use, and again after the default process group was recreated.
+    """A gloo group of all ranks, created on first use, and again after the default process group was recreated."""
 
-    Args:
-        make: creates one; a collective.
-    """
-
-    def __init__(self, make: Callable[[], dist.ProcessGroup] = gloo_group) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._world: dist.ProcessGroup | None = None
 
     def get(self) -> dist.ProcessGroup:
         """Return the group; the first call per default process group is a collective."""
         if self._group is None or self._world is not dist.group.WORLD:
-            self._group, self._world = self._make(), dist.group.WORLD
+            self._group, self._world = gloo_group(), dist.group.WORLD
         return self._group
 
     def forget(self) -> None:

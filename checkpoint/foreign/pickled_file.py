@@ -40,14 +40,13 @@ _LIGHTNING_WEIGHTS = ("model", "state_dict")
 _LIGHTNING_OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
-def load_pickled(path: str | os.PathLike[str], *, trust: bool = False, map_location: Any = "cpu") -> dict[str, Any]:
+def load_pickled(path: str | os.PathLike[str], *, trust: bool = False) -> dict[str, Any]:
     """Load the dict in a file of Lightning or ``torch.save``.
 
     Args:
         path: a file, local or any fsspec path, including ``http(s)://``. Tensors of local files are memory-mapped. With
             ``trust`` also a local folder of ``torch.distributed.checkpoint``.
         trust: let the file run code while loading, like ``weights_only=False`` of ``torch.load``. Off by default.
-        map_location: as in ``torch.load``.
 
     Returns:
         The saved dict. For a folder: its values nested as saved, with those that Lightning saved beside them.
@@ -58,9 +57,9 @@ def load_pickled(path: str | os.PathLike[str], *, trust: bool = False, map_locat
     """
     path = normal_path(path)
     if is_folder(path):
-        return _load_folder(path, trust, map_location)
+        return _load_folder(path, trust)
     with open_file(path) as file:
-        value = _load_file(path, file, trust, map_location)
+        value = _load_file(path, file, trust)
     if not isinstance(value, dict):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointError(
@@ -70,11 +69,11 @@ def load_pickled(path: str | os.PathLike[str], *, trust: bool = False, map_locat
     return value
 
 
-def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any:
+def _load_file(path: str, file: BinaryIO, trust: bool) -> Any:
     if not trust:
-        return load_safely(path, file, map_location, advice=f"{TRUST} Better: ")
+        return load_safely(path, file, advice=f"{TRUST} Better: ")
     try:
-        return torch_load(path, file, map_location, weights_only=False)
+        return torch_load(path, file, weights_only=False)
     except Exception as error:
         # torch raises arbitrary errors (EOFError, RuntimeError, KeyError, ...), and so may the file's code.
         raise CheckpointError(
@@ -86,7 +85,7 @@ def _load_file(path: str, file: BinaryIO, trust: bool, map_location: Any) -> Any
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:
+def _load_folder(path: str, trust: bool) -> dict[str, Any]:
     names = Folder(path).names()
     if MANIFEST in names:
         raise CheckpointError(f"{path} is a run state, not a file of Lightning: give it as ckpt_path unchanged.")
@@ -103,7 +102,7 @@ def _load_folder(path: str, trust: bool, map_location: Any) -> dict[str, Any]:
     if is_remote(path):
         raise CheckpointError(f"{path}: such folders must be local. Download it first.")
     try:
-        return _with_lightning_metadata(Path(local_path(path)), _read_dcp(path), map_location)
+        return _with_lightning_metadata(Path(local_path(path)), _read_dcp(path))
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
 
@@ -116,10 +115,10 @@ def _read_dcp(path: str) -> dict[str, Any]:
     return values
 
 
-def _with_lightning_metadata(folder: Path, tree: dict[str, Any], map_location: Any) -> dict[str, Any]:
+def _with_lightning_metadata(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
     if not (folder / _LIGHTNING_METADATA).is_file():
         return tree
-    beside = torch.load(folder / _LIGHTNING_METADATA, map_location, weights_only=False)
+    beside = torch.load(folder / _LIGHTNING_METADATA, "cpu", weights_only=False)
     weights: dict[str, Any] = next((tree.pop(name) for name in _LIGHTNING_WEIGHTS if name in tree), {})
     optimizers = sorted(filter(_LIGHTNING_OPTIMIZER.fullmatch, tree), key=lambda name: int(name.rpartition("_")[2]))
     states = [tree.pop(name) for name in optimizers]

@@ -103,13 +103,12 @@ def load_inert(path: str | os.PathLike[str]) -> Any:
         return load_safely(path, file, inert=True)
 
 
-def load_safely(path: str, file: BinaryIO, map_location: Any = "cpu", *, inert: bool = False, advice: str = "") -> Any:
+def load_safely(path: str, file: BinaryIO, *, inert: bool = False, advice: str = "") -> Any:
     """Load a torch file without importing or calling anything that it names.
 
     Args:
         path: of the file.
         file: the same, open.
-        map_location: as in ``torch.load``.
         inert: load objects of unknown classes as :class:`Inert`. Off: refuse the file.
         advice: added to the message of a refusal.
 
@@ -120,7 +119,7 @@ def load_safely(path: str, file: BinaryIO, map_location: Any = "cpu", *, inert: 
         for each in _pickles(file):
             check_pickle(each)
         with _inert_globals(file) if inert else nullcontext():
-            value = torch_load(path, file, map_location, weights_only=True)
+            value = torch_load(path, file, weights_only=True)
         _check_tensors(value, _length(file))
     except NewerPickleError:
         raise _newer(path, advice) from None
@@ -130,14 +129,14 @@ def load_safely(path: str, file: BinaryIO, map_location: Any = "cpu", *, inert: 
     return value
 
 
-def torch_load(path: str, file: BinaryIO, map_location: Any, *, weights_only: bool) -> Any:
+def torch_load(path: str, file: BinaryIO, *, weights_only: bool) -> Any:
     """Call ``torch.load``, memory-mapping the file where possible."""
     records = _records(file)
     # Compressed records cannot be mapped.
     stored = bool(records) and all(each.compress_type == zipfile.ZIP_STORED for each in records)
     mapped = stored and not is_remote(path)
     file.seek(0)
-    return torch.load(local_path(path) if mapped else file, map_location, weights_only=weights_only, mmap=mapped)
+    return torch.load(local_path(path) if mapped else file, "cpu", weights_only=weights_only, mmap=mapped)
 
 
 def _inert_globals(file: BinaryIO) -> AbstractContextManager[Any]:

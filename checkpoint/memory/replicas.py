@@ -49,25 +49,18 @@ class _Generation:
 class NeighbourCopies:
     """Last snapshot of every rank, in its own memory and in that of another rank.
 
-    Rank r's copy is kept by rank ``r + distance`` (modulo the world size). Two generations are kept: while one is being
-    made, the previous one stays complete on all ranks, so an interruption at any time leaves a restorable state. That
-    takes host memory of about four times a rank's state.
+    Rank r's copy is kept by rank ``r + distance`` (modulo the world size). The distance is the number of ranks per node
+    (``LOCAL_WORLD_SIZE``), so that losing a node loses no copy; 1 with a single node. Two generations are kept: while
+    one is being made, the previous one stays complete on all ranks, so an interruption at any time leaves a restorable
+    state. That takes host memory of about four times a rank's state.
 
     Args:
         make_group: creates a gloo group of all ranks for exclusive use (or returns ``None`` for this process alone);
             called once, on all ranks, on first use.
-        distance: ``None``: the ranks per node (``LOCAL_WORLD_SIZE``), so that losing a node loses no copy; 1 with a
-            single node.
-
-    Raises:
-        ValueError: if ``distance`` is less than 1.
     """
 
-    def __init__(self, make_group: Callable[[], dist.ProcessGroup | None], distance: int | None = None) -> None:
-        if distance is not None and distance < 1:
-            raise ValueError(f"NeighbourCopies(distance={distance}) (allowed: 1 or more ranks, or None)")
+    def __init__(self, make_group: Callable[[], dist.ProcessGroup | None]) -> None:
         self._make_group = make_group
-        self._given_distance = distance
         self._ring: _Ring | None = None
         self._generations = [_Generation(), _Generation()]
         self._thread: threading.Thread | None = None
@@ -166,7 +159,7 @@ class NeighbourCopies:
 
     def _connect(self) -> _Ring:
         if self._ring is None:
-            self._ring = _Ring(self._make_group(), self._given_distance)
+            self._ring = _Ring(self._make_group())
         return self._ring
 
     def _oldest(self) -> _Generation:
@@ -214,12 +207,11 @@ def _newest_common(offers: list[tuple[list[int], list[int]]], distance: int) -> 
 class _Ring:
     """Communication between a rank, its keeper, and the rank that it backs up."""
 
-    def __init__(self, group: dist.ProcessGroup | None, distance: int | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
-        if distance is None:
-            distance = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        distance = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.distance = distance % self.size or min(1, self.size - 1)
 
     def gather(self, value: Any) -> list[Any]:

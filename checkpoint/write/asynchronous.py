@@ -21,7 +21,6 @@ from trainwright.core.errors import CheckpointError, ClearingError, DamagedCheck
 
 After = Callable[[Manifest], None]
 ReadBackIf = Callable[[Manifest], bool]
-Write = Callable[[Content, str, dist.ProcessGroup | None], Manifest | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ def save_together(
     after: After | None = None,
     staged: Staged | None = None,
     problem: BaseException | None = None,
-    write: Write = write,
     read_back_if: ReadBackIf | None = None,
 ) -> None:
     """Write a checkpoint, run a follow-up on the first rank, and end alike on every rank. A collective.
@@ -60,7 +58,6 @@ def save_together(
         after: called on the first rank with the published manifest.
         staged: waited for before ``content`` is read.
         problem: error that prevents this rank from saving; then nothing is written.
-        write: writes a checkpoint.
         read_back_if: called on the first rank, but given on all ranks or none: whether ``after`` depends on the
             checkpoint being intact. Then all ranks verify it, each a share of the files, and ``after`` is called if it
             is intact; ``None``: no verification.
@@ -128,7 +125,6 @@ class BlockingSaver:
     Args:
         group: returns a gloo group of all ranks for exclusive use during a save, or ``None`` for this process alone;
             called at every save, on all ranks.
-        write: writes a checkpoint.
     """
 
     @property
@@ -141,9 +137,8 @@ class BlockingSaver:
         """Bytes of host memory held for copies."""
         return 0
 
-    def __init__(self, group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         self._make_group = group
-        self._write = write
         self._assigner: WriteAssigner | None = None
         self._saved: Saved | None = None
 
@@ -161,7 +156,7 @@ class BlockingSaver:
             if self._assigner is None or self._assigner.group is not group:
                 self._assigner = WriteAssigner(group)
             content = with_assignment(content, self._assigner)
-            save_together(content, path, group, after, write=self._write, read_back_if=read_back_if)
+            save_together(content, path, group, after, read_back_if=read_back_if)
         except CheckpointError as failure:
             error = failure
         taken = time.perf_counter() - begin
@@ -198,11 +193,10 @@ class AsyncSaver(BlockingSaver):
         make_group: creates a gloo group of all ranks for exclusive use (or returns ``None`` for this process alone);
             called once, on all ranks, on first use. Concurrent collectives of two threads on one group mix up their
             messages.
-        write: writes a checkpoint.
     """
 
-    def __init__(self, make_group: Callable[[], dist.ProcessGroup | None], write: Write = write) -> None:
-        super().__init__(make_group, write)
+    def __init__(self, make_group: Callable[[], dist.ProcessGroup | None]) -> None:
+        super().__init__(make_group)
         self._staging = Staging()
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -257,7 +251,7 @@ class AsyncSaver(BlockingSaver):
         def run() -> None:
             error: CheckpointError | None = None
             try:
-                save_together(own, path, self._group, after, staged, problem, self._write, read_back_if)
+                save_together(own, path, self._group, after, staged, problem, read_back_if)
             except CheckpointError as failure:
                 error = failure
             except BaseException as failure:  # torch's CheckpointException is not an Exception

@@ -92,9 +92,9 @@ class Slot:
         return block[self.start : self.start + count * self.dtype.itemsize].view(self.dtype).view(self.sizes)
 
 
-def lay_out(tensors: Mapping[str, TensorParts], start: int = 0) -> tuple[list[Slot], int]:
-    """Return a slot for every box, in sequence from byte ``start``, and the end."""
-    slots = []
+def lay_out(tensors: Mapping[str, TensorParts]) -> tuple[list[Slot], int]:
+    """Return a slot for every box, in sequence, and the end."""
+    slots, start = [], 0
     for key, parts in tensors.items():
         for offsets, box in parts.parts:
             slots.append(Slot(key, tuple(offsets), tuple(box.shape), box.dtype, start))

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,12 +20,11 @@ from tests.callbacks.modules import QUIET as _QUIET
 from tests.callbacks.modules import Regression, loader
 from tests.parity.harness import world_size
 from trainwright import Trainer
-from trainwright.callbacks.save import run_state
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
 from trainwright.checkpoint.memory.replicas import Snapshot
 from trainwright.checkpoint.read.find import list_checkpoints
 from trainwright.checkpoint.read.run_state import RunState, holds_run_state
-from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver
+from trainwright.checkpoint.write import asynchronous as savers
 from trainwright.checkpoint.write.interval import young_daly
 from trainwright.checkpoint.write.save import write
 from trainwright.core.errors import CheckpointError
@@ -289,7 +287,7 @@ class HoldsBack(Callback):
             assert self.go.wait(60)
             return write(*args)
 
-        monkeypatch.setattr(run_state, "AsyncSaver", partial(AsyncSaver, write=held))
+        monkeypatch.setattr(savers, "write", held)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == self.until:
@@ -316,8 +314,7 @@ def test_on_error(tmp_path, monkeypatch, asynchronous, on_error):
     def fail(*args: Any) -> Any:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(run_state, "AsyncSaver", partial(AsyncSaver, write=fail))
-    monkeypatch.setattr(run_state, "BlockingSaver", partial(BlockingSaver, write=fail))
+    monkeypatch.setattr(savers, "write", fail)
     seen = Weights()
     saver = RunStateCheckpoint(str(tmp_path), every_n_steps=2, asynchronous=asynchronous, on_error=on_error)
     expected: Any = pytest.raises(CheckpointError, match="the disk is full")
@@ -338,7 +335,7 @@ def fail_on_one_rank(folder: str) -> tuple[str, list[int]]:
         return write(content, path, group)
 
     seen, saver = Weights(), RunStateCheckpoint(folder, every_n_steps=2, asynchronous=True)
-    failing = patch.object(run_state, "AsyncSaver", partial(AsyncSaver, write=fail))
+    failing = patch.object(savers, "write", fail)
     with failing, pytest.raises(CheckpointError) as error:
         make_trainer(seen, saver, max_epochs=50).fit(Regression(), loader(24))
     return str(error.value), sorted(seen.at)
@@ -390,7 +387,7 @@ def end_by_signal(folder: str) -> tuple[str, list[str]]:
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else Lightning would keep the handler of the pool
     saver = RunStateCheckpoint(folder, every_n_steps=20, asynchronous=True)
-    slowly = patch.object(run_state, "AsyncSaver", partial(AsyncSaver, write=slow))
+    slowly = patch.object(savers, "write", slow)
     with slowly, pytest.raises(SystemExit):  # raised by the signal
         make_trainer(ToldToEnd(), saver).fit(Regression(), loader(1600))
     return saver.last_model_path, sorted(os.listdir(folder))

@@ -63,7 +63,6 @@ def test_local_files_are_mapped(tmp_path):
     (line,) = [line for line in maps if line.endswith(f"{tmp_path}/x.ckpt")]
     begin, end = (int(address, 16) for address in line.split()[0].split("-"))
     assert begin <= weight.data_ptr() < end
-    assert load_pickled(tmp_path / "x.ckpt", map_location="meta")["state_dict"]["w"].device.type == "meta"
 
 
 @pytest.mark.parametrize("trust", [False, True])

@@ -19,6 +19,12 @@ def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def apart(distance: int) -> NeighbourCopies:
+    """Copies between ranks of nodes with ``distance`` ranks each."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(distance)
+    return NeighbourCopies(new_group)
+
+
 def content(step: int) -> Content:
     """Another one on every rank at every step, of another size on every rank."""
     generator = torch.Generator().manual_seed(100 * step + rank())
@@ -47,13 +53,13 @@ def assert_is(held, step):
 
 def lose(copies: NeighbourCopies) -> NeighbourCopies:
     """What a rank has that was started anew: nothing but its place in the group."""
-    fresh = NeighbourCopies(lambda: None, copies._given_distance)
+    fresh = NeighbourCopies(lambda: None)
     fresh._ring = copies._ring
     return fresh
 
 
 def lose_and_restore(distance, losers, steps):
-    copies = NeighbourCopies(new_group, distance)
+    copies = apart(distance)
     for step in steps:
         state = content(step)
         copies.save(state, step)
@@ -87,7 +93,7 @@ def test_nothing_to_restore(ranks):
 
 
 def restore_nothing(distance, losers):
-    copies = NeighbourCopies(new_group, distance)
+    copies = apart(distance)
     copies.save(content(5), 5)
     copies.wait()
     if rank() in losers:
@@ -96,7 +102,7 @@ def restore_nothing(distance, losers):
 
 
 def disown():
-    copies = NeighbourCopies(new_group, 1)
+    copies = apart(1)
     for step in (1, 2):
         copies.save(content(step), step)
     copies.wait()
@@ -109,7 +115,7 @@ def test_restore_without_own_copy(ranks):
 
 
 def interrupt(moment):
-    copies = NeighbourCopies(new_group, 1)
+    copies = apart(1)
     for step in (1, 2):
         copies.save(content(step), step)
     copies.wait()
@@ -164,15 +170,12 @@ def test_single_process():
     copies.release()
     assert copies.num_bytes == 0
     assert copies.restore() is None
-    with pytest.raises(ValueError, match="1 or more ranks"):
-        NeighbourCopies(new_group, 0)
 
 
-def default_distance(local):
-    os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    return NeighbourCopies(lambda: dist.group.WORLD)._connect().distance
+def distance_of(local):
+    return apart(local)._connect().distance
 
 
 @pytest.mark.parametrize(("local", "distance"), [(2, 2), (4, 1), (1, 1)])
 def test_keeper_is_on_another_node(ranks, local, distance):
-    assert ranks(default_distance, 4, local) == [distance] * 4
+    assert ranks(distance_of, 4, local) == [distance] * 4

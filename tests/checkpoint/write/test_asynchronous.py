@@ -1,5 +1,7 @@
 import threading
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.run_state import RunState
+from trainwright.checkpoint.write import asynchronous as savers
 from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError
@@ -43,20 +46,26 @@ def check(path: str, value: float, step: int, ranks: int) -> None:
         assert state.read(f"rank/{r}/rng").tolist() == [r, step]
 
 
-class Held:
-    """Writes as usual, once it is let go."""
+@contextmanager
+def held():
+    """Savers write once the event is set."""
+    go = threading.Event()
 
-    def __init__(self) -> None:
-        self.go = threading.Event()
+    def write_then(*arguments):
+        assert go.wait(60)
+        return write(*arguments)
 
-    def __call__(self, content, path, group):
-        assert self.go.wait(60)
-        return write(content, path, group)
+    with mock.patch.object(savers, "write", write_then):
+        yield go
 
 
 def train_while_it_is_written(folder):
-    held, seen = Held(), []
-    saver = AsyncSaver(new_group, held)
+    with held() as go:
+        return train_until(go, folder)
+
+
+def train_until(go, folder):
+    seen, saver = [], AsyncSaver(new_group)
     state = content(1.0, 10)
     saver.save(state, f"{folder}/a", lambda manifest: seen.append(manifest.step))
     assert saver.in_flight == f"{folder}/a"
@@ -65,7 +74,7 @@ def train_while_it_is_written(folder):
         for _, box in parts.parts:
             box.add_(100)
     assert not Path(folder, "a").exists()
-    held.go.set()
+    go.set()
     saved = saver.take()
     assert saved is not None
     assert saved.error is None
@@ -147,12 +156,13 @@ def fail_on_one_rank(folder, asynchronous, failing):
             content.tensors["weights/0"].parts[0] = ((0,), None)
         return write(content, path, group)
 
-    saver = AsyncSaver(new_group, write_or_fail) if asynchronous else BlockingSaver(new_group, write_or_fail)
+    saver = AsyncSaver(new_group) if asynchronous else BlockingSaver(new_group)
     state = content(1.0, 1)
     # A tensor that only the failing rank holds, so that it is that rank's to write.
     state.tensors = {"weights/0": state.tensors["weights/0"]} if rank() == failing else {}
-    saver.save(state, f"{folder}/a")
-    failed = saver.take()
+    with mock.patch.object(savers, "write", write_or_fail):
+        saver.save(state, f"{folder}/a")
+        failed = saver.take()
     saver.close()
     assert failed is not None
     return type(failed.error).__name__, str(failed.error)
@@ -205,35 +215,24 @@ def test_follow_up_error_is_reported_on_all_ranks(ranks, tmp_path):
 
 
 def test_base_exceptions_are_kept(tmp_path):
-    def write(content, path, group):
-        raise CheckpointException("torch's own", {})
-
-    saver = AsyncSaver(new_group, write)
-    saver.save(content(1.0, 1), str(tmp_path / "a"))
-    saved = saver.take()
+    saver = AsyncSaver(new_group)
+    with mock.patch.object(savers, "write", side_effect=CheckpointException("torch's own", {})):
+        saver.save(content(1.0, 1), str(tmp_path / "a"))
+        saved = saver.take()
     assert saved is not None
     assert "torch's own" in str(saved.error)
 
 
-def test_wait_times_out(tmp_path):
-    held = Held()
-    saver = AsyncSaver(new_group, held)
-    saver.save(content(1.0, 1), str(tmp_path / "a"))
-    assert not saver.wait(timeout=0.05)
-    held.go.set()
-    assert saver.wait(timeout=60)
-    saved = saver.take()
-    assert saved is not None
-    assert saved.error is None
-
-
-def test_second_save_waits(tmp_path):
-    held = Held()
-    saver = AsyncSaver(new_group, held)
-    saver.save(content(1.0, 1), str(tmp_path / "a"))
-    threading.Timer(0.2, held.go.set).start()
-    assert saver.take().error is None
-    saver.save(content(2.0, 2), str(tmp_path / "b"))
-    assert saver.take().error is None
+def test_waiting(tmp_path):
+    """With a limit, and of the next save for the one before."""
+    saver = AsyncSaver(new_group)
+    with held() as go:
+        saver.save(content(1.0, 1), str(tmp_path / "a"))
+        assert not saver.wait(timeout=0.05)
+        threading.Timer(0.2, go.set).start()
+        assert saver.take().error is None
+        saver.save(content(2.0, 2), str(tmp_path / "b"))
+        assert saver.wait(timeout=60)
+        assert saver.take().error is None
     check(str(tmp_path / "a"), 1.0, 1, 1)
     check(str(tmp_path / "b"), 2.0, 2, 1)
