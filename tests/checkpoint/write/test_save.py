@@ -9,8 +9,8 @@ import torch.distributed as dist
 from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor
+from trainwright.checkpoint.store import write_errors
 from trainwright.checkpoint.store.storage import PendingFolder
-from trainwright.checkpoint.write import save
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
@@ -138,7 +138,7 @@ def test_unwritable_folder_fails_all_ranks(ranks, tmp_path):
 
 
 def test_full_disk_is_known_beforehand(tmp_path, monkeypatch):
-    monkeypatch.setattr(save, "free_bytes", lambda path: 100)
+    monkeypatch.setattr(write_errors, "free_bytes", lambda path: 100)
     with pytest.raises(CheckpointError, match=r"do not fit into .* of free space"):
         write(content_of(1), str(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
