@@ -21,8 +21,6 @@ from trainwright.core.errors import CheckpointError
 
 # Renamed in newer torch versions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Numbers that identify a value: its hash (128 bits) and length.
-_WORDS = 3
 _CPU = torch.device("cpu")
 
 

@@ -14,10 +14,10 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -75,7 +75,7 @@ def write_torch_file(file: BinaryIO, tree: Any) -> None:
         writer.write(tree)
 
 
-class TorchFileWriter:
+class TorchFileWriter(AbstractContextManager["TorchFileWriter"]):
     """Writer of one file of ``torch.save``, with additional records that ``torch.load`` ignores.
 
     Args:
@@ -136,10 +136,7 @@ class TorchFileWriter:
         name = name.replace("/", ".")
         self.records[name] = FileRecord(name, data.nbytes, xxhash.xxh3_128_hexdigest(data), rank=0)
 
-    def __enter__(self) -> TorchFileWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._archive.close()
 
 

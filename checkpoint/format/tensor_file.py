@@ -11,8 +11,8 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -125,7 +125,7 @@ class TensorFileWriter:
             )
 
 
-class TensorFileReader:
+class TensorFileReader(AbstractContextManager["TensorFileReader"]):
     """Reader of tensors, or boxes of them, whose header is checked against itself and the file size first.
 
     For one thread at a time, since a file has one position. A context manager that closes the file.
@@ -187,10 +187,7 @@ class TensorFileReader:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> TensorFileReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

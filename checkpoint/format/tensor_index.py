@@ -174,22 +174,20 @@ class _SplitIndex(TensorIndex):
 
     def _boxes_in(self, number: int, key: str, entry: Entry) -> dict[tuple[int, ...], StoredBox]:
         """Return the boxes of a tensor in one box file, by their offsets."""
+        name = boxes_file(number)
         if number not in self._files:
-            self._files[number] = self._read_boxes(boxes_file(number))
+            data = self._read(name)
+            with interpreting(join_path(self._folder.path, name)):
+                self._files[number] = boxes_from_json(data)
         boxes = {}
         for offsets, sizes, rank in self._files[number].get(key, ()):
             if not is_within(offsets, sizes, entry.shape):
                 raise CheckpointError(
-                    f"{self._folder.path}/{boxes_file(number)}: {key} of shape {entry.shape} cannot have a box at "
+                    f"{self._folder.path}/{name}: {key} of shape {entry.shape} cannot have a box at "
                     f"{offsets} of {sizes}."
                 )
             boxes[offsets] = StoredBox(offsets, sizes, file_of(rank), name_of(key, offsets, sizes, entry.shape))
         return boxes
-
-    def _read_boxes(self, name: str) -> dict[str, list[Box]]:
-        data = self._read(name)
-        with interpreting(join_path(self._folder.path, name)):
-            return boxes_from_json(data)
 
     def _read(self, name: str) -> bytes:
         record = self._manifest.files.get(name)

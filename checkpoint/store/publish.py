@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from trainwright.checkpoint.store.presence import is_folder, is_there
@@ -26,9 +27,10 @@ def put_in_place(new: str, target: str, aside: str) -> None:
     try:
         sync_folder(os.path.dirname(target))
     except OSError as error:
-        try:
-            back()
-        except OSError:
+        undone = False
+        with suppress(OSError):
+            undone = back() is not False
+        if not undone:
             raise CheckpointError(
                 f"{target} is written, but a loss of power may undo that: its folder could not be synced to disk "
                 f"({error.strerror}). Check the disk, and save again."
@@ -49,15 +51,15 @@ def sync_folder(path: str) -> None:
 
 
 def _rename(new: str, target: str, aside: str) -> Callable[[], object]:
-    """Rename, atomically where the system can; return a function that undoes it."""
+    """Rename, atomically where the system can; return a function that undoes it, and returns False if it cannot."""
     if not is_there(target):
         os.rename(new, target)
         return partial(os.rename, target, new)
     if _swap(new, target):
-        return partial(_swap_back, new, target)
+        return partial(_swap, new, target)
     if not is_folder(new) and not is_folder(target):
         os.rename(new, target)  # atomic too, but cannot be undone
-        return _impossible
+        return lambda: False
     # If this process is killed in between, `clean_up` restores the old one from `aside`.
     os.rename(target, aside)
     try:
@@ -68,10 +70,6 @@ def _rename(new: str, target: str, aside: str) -> Callable[[], object]:
     return partial(_rename_back, new, target, aside)
 
 
-def _impossible() -> None:
-    raise OSError
-
-
 def _rename_back(new: str, target: str, aside: str) -> None:
     os.rename(target, new)
     os.rename(aside, target)
@@ -79,11 +77,6 @@ def _rename_back(new: str, target: str, aside: str) -> None:
 
 def _swap(one: str, other: str) -> bool:
     """Exchange two names atomically; return False where that is not supported."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
-
-
-def _swap_back(new: str, target: str) -> None:
-    if not _swap(new, target):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -52,13 +52,8 @@ class AutoInterval:
         self._first = first
         self._least = least
         self._most = most
-        self._cost: float | None = None
+        self._cost: float | None = None  # weighted towards the latest save
         self._written = 0.0
-
-    @property
-    def cost_seconds(self) -> float | None:
-        """Measured cost of a save, weighted towards the latest; ``None`` before the first."""
-        return self._cost
 
     @property
     def seconds(self) -> float:

@@ -91,12 +91,9 @@ def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -
     pending = _create_pending(path, rank, group, _sum_of(content, group))
     try:
         return _write_together(pending, content, path, rank, group)
-    except CheckpointError:
-        if rank == 0:
+    except BaseException as error:
+        if rank == 0 or not isinstance(error, CheckpointError):
             pending.discard()
-        raise
-    except BaseException:
-        pending.discard()
         raise
 
 
@@ -138,16 +135,12 @@ def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorP
     entries = [
         TensorEntry(name, held.dtype, tuple(sizes)) for name, (held, _, sizes, _) in zip(names, boxes, strict=True)
     ]
-    file = pending.create_file(file_of(rank), rank)
-    try:
+    with pending.create_file(file_of(rank), rank) as file:
         writer = TensorFileWriter(file, entries)
         for name, (held, offsets, _, _) in zip(names, boxes, strict=True):
             writer.write(name, held.part_at(offsets).detach())  # reads lazy tensors of imports one at a time
         writer.close()
-    except BaseException:
-        file.abort()
-        raise
-    return file.close()
+        return file.close()
 
 
 def _create_pending(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:

@@ -27,8 +27,7 @@ SECONDS = 10  # that one reader may take for a few kB; it takes some ms
 
 def read_all(path: str) -> Any:
     state = RunState.open(path)
-    tensors = [state.read(key) for key in state.keys()]  # noqa: SIM118 - no mapping
-    return materialised(state.tree), tensors, state.stored
+    return materialised(state.tree), [state.read(key) for key in state.keys()], state.stored  # noqa: SIM118
 
 
 def inspect(path: str) -> Any:

@@ -78,7 +78,7 @@ def test_interval_from_measured_cost(tmp_path: Path) -> None:
     saver = RunStateCheckpoint(str(tmp_path), mtbf=1000.0)
     assert saver.interval_seconds == 60.0
     make_trainer(saver).fit(Regression(), loader(8))
-    cost = saver._schedule._auto.cost_seconds  # type: ignore[union-attr]
+    cost = saver._schedule._auto._cost  # type: ignore[union-attr]
     assert cost is not None
     assert cost > 0
     assert saver.interval_seconds == max(10.0, min(3600.0, young_daly(cost, 3.6e6)))

@@ -34,7 +34,6 @@ def test_interval_adapts_to_save_cost():
     auto.saved(2.0)
     assert auto.seconds == young_daly(2.0, 3600.0)
     auto.saved(4.0)
-    assert auto.cost_seconds == 3.0
     assert auto.seconds == young_daly(3.0, 3600.0)
 
 
