@@ -23,7 +23,7 @@ from trainwright.checkpoint.format.dtypes import dtype_named
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.checkpoint.write.save import Content
-from trainwright.checkpoint.write.staging import Arena, Slot, Staged, Staging
+from trainwright.checkpoint.write.staging import Arena, Staged, Staging, views
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import parse_json
 
@@ -178,7 +178,7 @@ class NeighbourCopies:
         header = torch.empty(0, dtype=torch.uint8)
         if staged is not None:
             staged.wait()
-            header = pack(content, staged.slots, step)
+            header = pack(content, step)
         ring.agree(problem)
         assert staged is not None
         generation.own = Snapshot(step, replace(content, tensors=staged.tensors))
@@ -283,25 +283,22 @@ def wait_for(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def pack(content: Content, slots: list[Slot], step: int) -> Tensor:
+def pack(content: Content, step: int) -> Tensor:
     """Return a snapshot without the bytes of its tensors, as bytes (uint8).
 
     Args:
         content: the state.
-        slots: locations of its boxes in one block.
         step: optimizer steps done.
     """
-    plain = {
-        "step": step,
-        "tree": content.tree,
-        "about": content.about,
-        "tensors": {
-            key: [str(parts.dtype).removeprefix("torch."), list(parts.shape)] for key, parts in content.tensors.items()
-        },
-        "slots": [
-            [slot.key, slot.offsets, slot.sizes, str(slot.dtype).removeprefix("torch."), slot.start] for slot in slots
-        ],
+    tensors = {
+        key: [
+            str(parts.dtype).removeprefix("torch."),
+            list(parts.shape),
+            [[list(offsets), list(box.shape)] for offsets, box in parts.parts],
+        ]
+        for key, parts in content.tensors.items()
     }
+    plain = {"step": step, "tree": content.tree, "about": content.about, "tensors": tensors}
     return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 
 
@@ -312,7 +309,9 @@ def unpack(header: Tensor, block: Tensor) -> Snapshot:
         CheckpointError: if the header is malformed.
     """
     try:
-        return _unpacked(parse_json(header.numpy().tobytes(), header.numel(), _DEEPEST), block)
+        plain = parse_json(header.numpy().tobytes(), header.numel(), _DEEPEST)
+        tensors = {key: _without_values(*each) for key, each in plain["tensors"].items()}
+        return Snapshot(plain["step"], Content(plain["tree"], views(tensors, block), plain["about"]))
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The state sent by another rank cannot be read ({error}). Resume from the newest checkpoint on disk with "
@@ -320,15 +319,7 @@ def unpack(header: Tensor, block: Tensor) -> Snapshot:
         ) from error
 
 
-def _unpacked(plain: Any, block: Tensor) -> Snapshot:
-    slots = [
-        Slot(key, tuple(offsets), tuple(sizes), dtype_named(dtype), start)
-        for key, offsets, sizes, dtype, start in plain["slots"]
-    ]
-    boxes: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {key: [] for key in plain["tensors"]}
-    for slot in slots:
-        boxes[slot.key].append((slot.offsets, slot.view(block)))
-    tensors = {
-        key: TensorParts(shape, dtype_named(dtype), boxes[key]) for key, (dtype, shape) in plain["tensors"].items()
-    }
-    return Snapshot(plain["step"], Content(plain["tree"], tensors, plain["about"]))
+def _without_values(dtype: str, shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> TensorParts:
+    kind = dtype_named(dtype)
+    parts = [(tuple(offsets), torch.empty(sizes, dtype=kind, device="meta")) for offsets, sizes in boxes]
+    return TensorParts(shape, kind, parts)

@@ -24,8 +24,7 @@ def send(held: Snapshot, to: int, group: dist.ProcessGroup) -> None:
         group: over gloo.
     """
     held.wait()
-    slots, length = lay_out(held.content.tensors)
-    header = pack(held.content, slots, held.step)
+    header, (_, length) = pack(held.content, held.step), lay_out(held.content.tensors)
     wait_for(start(dist.isend, [torch.tensor([header.numel(), length])], to, group))
     wait_for(start(dist.isend, [header], to, group))
     boxes = [box for parts in held.content.tensors.values() for _, box in parts.parts]

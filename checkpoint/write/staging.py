@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,41 +65,30 @@ def _allocated(num_bytes: int, pinned: bool) -> Tensor:
     return torch.frombuffer(block, dtype=torch.uint8)  # keeps the mapping alive
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Location of one box of a tensor in a flat block.
+def lay_out(tensors: Mapping[str, TensorParts]) -> tuple[list[int], int]:
+    """Return the first byte of every box in a flat block, in sequence, and the end."""
+    starts, end = [], 0
+    for box in _boxes(tensors):
+        starts.append(end)
+        end += -(-box.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
 
-    Args:
-        key: of the tensor.
-        offsets: of the box in the whole tensor.
-        sizes: of the box.
-        dtype: of its elements.
-        start: its first byte.
+
+def views(tensors: Mapping[str, TensorParts], block: Tensor) -> dict[str, TensorParts]:
+    """Return boxes of the same sizes and dtypes over the memory of ``block`` (uint8), in the order of :func:`lay_out`.
+
+    Raises:
+        ValueError: if the block is too short.
     """
+    starts = iter(lay_out(tensors)[0])
 
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
+    def view(box: Tensor) -> Tensor:
+        start = next(starts)
+        if start + box.nbytes > len(block):
+            raise ValueError(f"a box of {tuple(box.shape)} at byte {start} is outside of a block of {len(block)} bytes")
+        return block[start : start + box.nbytes].view(box.dtype).view(box.shape)
 
-    def view(self, block: Tensor) -> Tensor:
-        """Return the box as a tensor over the memory of ``block``."""
-        count = math.prod(self.sizes)
-        if not 0 <= self.start <= len(block) - count * self.dtype.itemsize or min(self.sizes, default=0) < 0:
-            raise ValueError(f"a box of {self.sizes} at byte {self.start} is outside of a block of {len(block)} bytes")
-        return block[self.start : self.start + count * self.dtype.itemsize].view(self.dtype).view(self.sizes)
-
-
-def lay_out(tensors: Mapping[str, TensorParts]) -> tuple[list[Slot], int]:
-    """Return a slot for every box, in sequence, and the end."""
-    slots, start = [], 0
-    for key, parts in tensors.items():
-        for offsets, box in parts.parts:
-            slots.append(Slot(key, tuple(offsets), tuple(box.shape), box.dtype, start))
-            length = box.numel() * box.element_size()
-            start += -(-length // _ALIGNMENT) * _ALIGNMENT
-    return slots, start
+    return {key: parts.map(view) for key, parts in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -110,13 +98,11 @@ class Staged:
     Args:
         tensors: the copies; valid until the same :class:`Staging` stages again.
         block: memory of all of them, uint8.
-        slots: location of each box in it.
         copied: CUDA event recorded after the copy; ``None``: already copied.
     """
 
     tensors: dict[str, TensorParts]
     block: Tensor
-    slots: list[Slot]
     copied: Any = None
 
     def wait(self) -> None:
@@ -153,15 +139,12 @@ class Staging:
         Args:
             tensors: boxes on the CPU, on one CUDA device, or on both.
         """
-        slots, num_bytes = lay_out(tensors)
-        sources = [box.detach() for parts in tensors.values() for _, box in parts.parts]
         device = _device_of(tensors)
-        block = self._arenas[device is not None].reserve(num_bytes)
-        targets = [slot.view(block) for slot in slots]
+        block = self._arenas[device is not None].reserve(lay_out(tensors)[1])
+        staged = views(tensors, block)
+        sources, targets = [box.detach() for box in _boxes(tensors)], list(_boxes(staged))
         copied = _copy(targets, sources) if device is None else self._copy_from(device, targets, sources)
-        rest = iter(targets)
-        staged = {key: parts.map(lambda _: next(rest)) for key, parts in tensors.items()}
-        return Staged(staged, block, slots, copied)
+        return Staged(staged, block, copied)
 
     def _copy_from(self, device: torch.device, targets: list[Tensor], sources: list[Tensor]) -> torch.cuda.Event:
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
@@ -185,8 +168,11 @@ class Staging:
 
 def _device_of(tensors: Mapping[str, TensorParts]) -> torch.device | None:
     """Return the CUDA device of some boxes; ``None`` if all are on the CPU."""
-    boxes = (box for parts in tensors.values() for _, box in parts.parts)
-    return next((box.device for box in boxes if box.is_cuda), None)
+    return next((box.device for box in _boxes(tensors) if box.is_cuda), None)
+
+
+def _boxes(tensors: Mapping[str, TensorParts]) -> Iterator[Tensor]:
+    return (box for parts in tensors.values() for _, box in parts.parts)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from trainwright.callbacks.message_server import MessageServer, Peer
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.memory.replicas import pack, unpack
 from trainwright.checkpoint.write.save import Content
-from trainwright.checkpoint.write.staging import Slot
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import DEPTH, ContentError, parse_json
 from trainwright.core.text.messages import LONGEST, seal, unseal
@@ -99,9 +98,8 @@ def test_500_damaged_states_of_another_rank_are_refused() -> None:
     """500 attempts: bytes of the header turned, cut or nested; each is refused, or is a state still."""
     rng, refused = random.Random(10), 0
     box = torch.arange(6.0)
-    slots = [Slot("weight", (0,), (6,), torch.float32, 0)]
     content = Content({"epoch": 3}, {"weight": TensorParts((6,), torch.float32, [((0,), box)])}, {})
-    header, block = pack(content, slots, 7), box.view(torch.uint8)
+    header, block = pack(content, 7), box.view(torch.uint8)
     assert torch.equal(unpack(header, block).content.tensors["weight"].parts[0][1], box)
     for _ in range(500):
         octets = bytearray(header.numpy().tobytes())
