@@ -291,8 +291,7 @@ def _measured(here: str) -> tuple[DeviceProfile | None, str]:
     except (OSError, ValueError, TypeError, YAMLError) as error:
         why = (str(error).splitlines() or [repr(error)])[0]
         raise ValueError(
-            f"device=auto: {MEASURED} cannot be used: {why}; measure again with trainwright profile --overwrite, or "
-            "type device=<profile>"
+            f"device=auto: {MEASURED} cannot be used: {why}; type trainwright profile --overwrite, or device=<profile>"
         ) from error
     if profile.measured_on != here:
         of = profile.measured_on or "an unknown machine"

@@ -23,6 +23,7 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting
 
 _IN_PYTHON = "merge in Python (merge_and_unload() of peft) and save the model"
+_INSTEAD = "Save it in Python (save_pretrained() of peft), or give format=safetensors."
 _INSIDE = "base_model.model."
 # Options without effect on meta tensors: initial values, and a package that would be imported by name.
 _NOT_BUILT = {"init_lora_weights": False, "init_ia3_weights": False, "init_weights": False, "megatron_config": None}
@@ -88,8 +89,7 @@ class Adapter:
         if base is None or not kinds.issubset(LAYER_ADAPTERS):
             raise CheckpointError(
                 f"The adapter of {facts['prefix'] or 'the module'} ({', '.join(sorted(kinds))}) is not one of those in "
-                f"layers of a Hugging Face model that can be exported ({', '.join(LAYER_ADAPTERS)}). Save it "
-                "in Python (save_pretrained() of peft), or give format=safetensors."
+                f"layers of a Hugging Face model that can be exported ({', '.join(LAYER_ADAPTERS)}). {_INSTEAD}"
             )
         config["base_model_name_or_path"] = config.get("base_model_name_or_path") or _folder(init_from)
         own = {name.removeprefix(prefix): lazy for name, lazy in weights.items() if name.startswith(prefix)}
@@ -168,8 +168,7 @@ class Adapter:
             raise CheckpointError(
                 f"{self.base['class']} with the adapter {self.name!r} has other tensors than the checkpoint "
                 f"({', '.join(sorted(differing)[:3])}, ...): the module modified it after building it, or another "
-                "version of transformers or peft wrote it. Save it in Python (save_pretrained() of peft), or give "
-                "format=safetensors."
+                f"version of transformers or peft wrote it. {_INSTEAD}"
             )
 
     def _refuse_unmergeable(self) -> None:
@@ -205,17 +204,14 @@ def _built(facts: Mapping[str, Any], adapters: Mapping[str, Mapping[str, Any]]) 
         import transformers
     except ImportError as error:
         raise CheckpointError(
-            f"Exporting an adapter needs peft and transformers; {error.name} is not installed. Type: "
-            "pip install 'trainwright[peft]'"
+            f"Exporting an adapter needs {error.name}, which is not installed. Type: pip install 'trainwright[peft]'"
         ) from error
     cls = getattr(transformers, str(facts["class"]), None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise CheckpointError(
-            f"{facts['class']} is not a transformers model, so its adapter cannot be exported without its code. Save "
-            "it in Python (save_pretrained() of peft), or give format=safetensors."
+            f"{facts['class']} is not a transformers model; its adapter needs its code to be exported. {_INSTEAD}"
         )
-    advice = "Save the adapter in Python (save_pretrained() of peft), or give format=safetensors."
-    with interpreting(str(facts["class"]), advice, "cannot be built with its adapter"), warnings.catch_warnings():
+    with interpreting(str(facts["class"]), _INSTEAD, "cannot be built with its adapter"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they concern training
         config: Any = cls.config_class.from_dict(facts["config"])  # type: ignore[union-attr]
         config._attn_implementation = "eager"  # others may download code

@@ -56,8 +56,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
             continue
         return sorted(found, key=lambda each: each.order, reverse=True)
     raise CheckpointError(
-        f"The checkpoints in {folder} are replaced faster than they can be read. Try again, or stop the run that "
-        "writes them."
+        f"The checkpoints in {folder} are replaced faster than they can be read. Stop the run that writes them."
     )
 
 

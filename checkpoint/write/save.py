@@ -268,17 +268,17 @@ def write_divided(
     """
     rank = dist.get_rank(group)
     lists, boxes = split.lists, split.boxes
-    own: list[tuple[str, FileRecord, Listed | None]] = []
+    own: dict[str, Tensor] = {}
     problem: BaseException | None = None
     try:
         for name in (name for name, leader in lists if leader == rank):
             pending.check_present(records)
             listed = Listed(len(records), sum(each.size for each in records))
-            own.append((name, pending.write_file(name, list_to_bytes(records), rank), listed))
+            own[name] = _to_numbers(pending.write_file(name, list_to_bytes(records), rank), listed)
         for name in (name for name, leader in boxes if leader == rank):
             if name not in assignment.composed:
                 assignment.composed[name] = led_box_file(assignment)
-            own.append((name, pending.write_file(name, assignment.composed[name], rank), None))
+            own[name] = _to_numbers(pending.write_file(name, assignment.composed[name], rank))
     except BaseException as error:  # the first rank waits for this one
         problem = error
     found = _gather_records(own, [*lists, *boxes], pending, group)
@@ -289,17 +289,16 @@ def write_divided(
 
 
 def _gather_records(
-    own: Sequence[tuple[str, FileRecord, Listed | None]],
+    own: Mapping[str, Tensor],
     expected: Sequence[tuple[str, int]],
     pending: PendingFolder,
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[FileRecord, Listed]]:
     """Return the records of the metadata files of all ranks, by name, on the first rank."""
     rank = dist.get_rank(group)
-    mine = {name: _to_numbers(record, listed) for name, record, listed in own}
     found = {}
     for name, leader in expected:
-        numbers = mine.get(name, _to_numbers(None))
+        numbers = own.get(name, _to_numbers(None))
         if rank not in (0, leader):
             continue
         if rank != 0:

@@ -124,8 +124,7 @@ def check_length(size: int, where: str, most: int = MOST_JSON) -> None:
     """
     if size > most:
         raise CheckpointError(
-            f"{where} has {size_text(size)}, and at most {size_text(most)} of such a file are read. Use another "
-            "checkpoint."
+            f"{where} has {size_text(size)}, and at most {size_text(most)} are read. Use another checkpoint."
         )
 
 

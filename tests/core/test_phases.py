@@ -2,35 +2,18 @@
 
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Callback
 
+from tests.callbacks.modules import Regression, loader
 from tests.parity.harness import make_trainer
 from trainwright.core.run.phases import Phases
-
-
-class Small(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        return self.layer(batch[0]).mean()
-
-    def validation_step(self, batch: Any) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def _announced(**options: Any) -> list[str]:
     trainer = make_trainer("single", max_steps=2, **options)
     announced: list[str] = []
     trainer.phases.listen(announced.append)
-    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
-    trainer.fit(Small(), loader, loader)
+    trainer.fit(Regression(), loader(16), loader(16))
     return announced
 
 

@@ -280,8 +280,7 @@ def _merge(files: Files, model: Sequence[Mapping[str, Any]]) -> Merged:
     if files.universal and round_robin:
         # The converter (0.19) assumes the positions of parameters without this option.
         raise CheckpointError(
-            f"{files.folder} was converted with round_robin_gradients, with which DeepSpeed's converter mixes up "
-            "the weights. Import the original checkpoint."
+            f"{files.folder} was converted with round_robin_gradients, which mixes weights. Import the original."
         )
     if files.universal:
         return _universal(files, shapes_of(model[0]["param_shapes"]))

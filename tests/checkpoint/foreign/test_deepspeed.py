@@ -168,7 +168,7 @@ def test_refuses_universal_of_round_robin(tmp_path):
     folder = write_universal(tmp_path / "universal", make_trained(), 2)
     config = {"zero_optimization": {"round_robin_gradients": True}}
     edit(folder / "mp_rank_00_model_states.pt", lambda state: state.update(ds_config=config))
-    with pytest.raises(CheckpointError, match="Import the original checkpoint"):
+    with pytest.raises(CheckpointError, match="Import the original"):
         read_deepspeed(folder)
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint.write.test_save import group as new_group
+from tests.checkpoint.write.test_save import rank_and_size
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.memory.replicas import NeighbourCopies
 from trainwright.checkpoint.memory.snapshots import SnapshotReader
@@ -11,12 +13,8 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.errors import CheckpointError
 
 
-def new_group():
-    return dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
-
-
 def rank():
-    return dist.get_rank() if dist.is_initialized() else 0
+    return rank_and_size()[0]
 
 
 def apart(distance: int) -> NeighbourCopies:

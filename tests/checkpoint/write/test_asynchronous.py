@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.checkpoint.write.test_save import group as new_group
+from tests.checkpoint.write.test_save import rank_and_size
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.write import asynchronous as savers
@@ -18,12 +20,8 @@ from trainwright.core.errors import CheckpointError
 SIZE = 1000
 
 
-def new_group():
-    return dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
-
-
 def rank():
-    return dist.get_rank() if dist.is_initialized() else 0
+    return rank_and_size()[0]
 
 
 def content(value: float, step: int) -> Content:

@@ -12,7 +12,7 @@ from trainwright.checkpoint.read.run_state import RunState, StoredTensor
 from trainwright.checkpoint.store import write_errors
 from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.write.save import Content, write
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.core.errors import CheckpointError
 
 ROWS, COLUMNS = 7, 5
 
@@ -149,17 +149,6 @@ def test_remote_folder(tmp_path):
     for step in (1, 4):
         write(content_of(step), path)
     check_content(RunState.open(path), 1)
-
-
-@pytest.mark.parametrize("name", ["state.json", "tensors.json", "rank_00000.safetensors"])
-def test_damaged_files_are_not_opened(tmp_path, name):
-    path = tmp_path / "x"
-    write(content_of(1), str(path))
-    data = bytearray((path / name).read_bytes())
-    data[len(data) // 2] ^= 4
-    (path / name).write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=f"{name}.*rank 0"):
-        RunState.open(str(path))
 
 
 def rewritten(path: Path, old: bytes, new: bytes) -> None:
