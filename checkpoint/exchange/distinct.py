@@ -74,10 +74,8 @@ def broadcast_value(
     header = torch.tensor([len(data), error is not None], device=device)
     dist.broadcast(header, group=group, group_src=source)
     length, failed = header.tolist()
-    octets = torch.empty(length, dtype=torch.uint8)
-    if is_source:
-        octets = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    block = octets.to(device)
+    octets = bytearray(data) if is_source else bytearray(length)
+    block = torch.frombuffer(octets, dtype=torch.uint8).to(device)
     dist.broadcast(block, group=group, group_src=source)
     if is_source and error is None:
         return value

@@ -106,16 +106,17 @@ class _Match:
     ) -> _Match:
         names, keys = _plain(module_names, "the module", wrappers), _plain(source.keys(), where, wrappers)
         candidates = [cls(names, keys, *prefixes) for prefixes in _prefixes(list(names), list(keys))]
-        ranked = sorted((m for m in candidates if m.is_plausible), key=lambda m: m._rank(module_names, source))
+        ranked = [(match._rank(module_names, source), match) for match in candidates if match.is_plausible]
         if not ranked:
             return cls(names, keys, "", "")
-        first, second = ranked[0], ranked[1] if len(ranked) > 1 else None
-        if second is not None and first._rank(module_names, source) == second._rank(module_names, source):
+        least = min(rank for rank, _ in ranked)
+        best, *others = (match for rank, match in ranked if rank == least)
+        if others:
             raise CheckpointError(
-                f"The tensors of {where} match the module in more than one way: {first} or {second}. Give a source "
+                f"The tensors of {where} match the module in more than one way: {best} or {others[0]}. Give a source "
                 "with the module's own names, as in state_dict()."
             )
-        return first
+        return best
 
     def __str__(self) -> str:
         return f"{self.key_prefix or ''}* as {self.name_prefix or ''}*"

@@ -13,7 +13,6 @@ import io
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
@@ -47,9 +46,8 @@ class LocalFiles:
 
     def has(self, file: str) -> bool:
         """Return whether the folder has a file of that name."""
-        with reading(self.path), contextlib.suppress(FileNotFoundError):
-            return stat.S_ISREG(os.stat(os.path.join(self.path, file)).st_mode)
-        return False
+        with reading(self.path):
+            return is_regular(os.path.join(self.path, file))
 
     def is_file(self) -> bool:
         """Return whether the path is a file."""
