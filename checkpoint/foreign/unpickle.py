@@ -229,17 +229,23 @@ def _pickle_among(records: Sequence[zipfile.ZipInfo], file: BinaryIO) -> BinaryI
 
 def _check_tensors(root: Any, size: int) -> None:
     """Raise for tensors that expand a small file beyond memory; the scan bounds everything else."""
-    left, seen, nbytes = [root], set(), 0
-    while left:
-        value = left.pop()
-        if id(value) not in seen and isinstance(value, Tensor | dict | list | tuple | set):
-            seen.add(id(value))
-            if isinstance(value, Tensor):
-                nbytes += value.numel() * value.element_size()
-            else:
-                left.extend([*value.keys(), *value.values()] if isinstance(value, dict) else value)
+    nbytes = sum(value.numel() * value.element_size() for value in values_in(root) if isinstance(value, Tensor))
     if nbytes > max(_MOST_UNPACKED, 20 * size):
         raise ContentError(f"its tensors take {size_text(nbytes)}")
+
+
+def values_in(root: Any) -> Iterator[Any]:
+    """Yield all values in nested containers, these included; each container and tensor once."""
+    left, seen = [root], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor | dict | list | tuple | set | frozenset):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if not isinstance(value, Tensor):
+                left.extend([*value.keys(), *value.values()] if isinstance(value, dict) else value)
+        yield value
 
 
 # ---- opening ---------------------------------------------------------------------------------------------------------

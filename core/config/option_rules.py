@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainwright.core.config import options
-from trainwright.core.config.options import is_whole
 
 Rule = tuple[Callable[[Any], bool], str]
 """A predicate of allowed values, and a description of them."""
 
 
-def is_count(value: Any, least: int = 1) -> bool:
-    """Return whether ``value`` is an integer of at least ``least``."""
-    return is_whole(value, least)
+is_count = options.is_whole
+"""Whether a value is an integer of at least 1, or of at least the second argument."""
 
 
 def is_number(value: Any) -> bool:

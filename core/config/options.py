@@ -18,7 +18,7 @@ def refuse(problems: Iterable[str]) -> None:
         raise ValueError("; ".join(found))
 
 
-def is_whole(value: Any, least: int) -> bool:
+def is_whole(value: Any, least: int = 1) -> bool:
     """Return whether ``value`` is an integer (not a bool) of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

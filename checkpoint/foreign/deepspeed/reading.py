@@ -29,7 +29,7 @@ from trainwright.checkpoint.foreign.deepspeed.merge import (
     number,
     shapes_of,
 )
-from trainwright.checkpoint.foreign.unpickle import Inert, load_inert
+from trainwright.checkpoint.foreign.unpickle import Inert, load_inert, values_in
 from trainwright.checkpoint.store.paths import join_path, normal_path
 from trainwright.checkpoint.store.storage import Folder, is_folder
 from trainwright.core.errors import CheckpointError
@@ -377,14 +377,4 @@ def _plain(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], 
 
 def _named_class(value: Any) -> str | None:
     """Return the name of a class with an object anywhere in ``value``."""
-    open_values = [value]
-    seen: set[int] = set()
-    while open_values:
-        value = open_values.pop()
-        if isinstance(value, Inert | type):
-            return str(getattr(value, "name", value))
-        if id(value) in seen or not isinstance(value, dict | list | tuple | set | frozenset):
-            continue
-        seen.add(id(value))
-        open_values.extend([*value.keys(), *value.values()] if isinstance(value, dict) else value)
-    return None
+    return next((str(getattr(each, "name", each)) for each in values_in(value) if isinstance(each, Inert | type)), None)
