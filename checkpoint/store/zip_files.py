@@ -100,7 +100,7 @@ class ZipFiles:
         archive.seek(info.header_offset)
         header = archive.read(_LOCAL_HEADER.size).ljust(_LOCAL_HEADER.size)
         mark, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        start: int = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if mark != _MARK or start + info.file_size > size:
             raise DamagedCheckpoint(self.path, [f"{file} is cut short"])
         return start
