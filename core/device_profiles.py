@@ -137,8 +137,9 @@ def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
     """
     name = str(values.get("name"))
     of_links = {f"{link}.{key}": each for link in _LINKS for key, each in (values.get(link) or {}).items()}
-    flat = {**values, **of_links}
-    numbers = {**{key: flat.get(key) for key in _REQUIRED}, **{key: flat.get(key) or 0.0 for key in _OPTIONAL}}
+    flat: dict[str, Any] = {**values, **of_links}
+    numbers: dict[str, Any] = {key: flat.get(key) for key in _REQUIRED}
+    numbers |= {key: flat.get(key) or 0.0 for key in _OPTIONAL}
     problems = [
         f"device.{key}={value} (allowed: a number above 0, without a unit)"
         for key, value in numbers.items()

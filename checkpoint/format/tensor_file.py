@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.format.boxes import extent_of, is_within
 from trainwright.core.errors import CheckpointError
-from trainwright.core.text.bounded import ContentError, naturals, parse_json, shape_of
+from trainwright.core.text.bounded import ContentError, interpreting, naturals, parse_json, shape_of
 from trainwright.core.text.printable import shortened
 
 DTYPES = {
@@ -254,14 +254,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, TensorEntry], dict[str, str]
     """Return entries, metadata and the file position of each tensor."""
     size = file.seek(0, 2)
     file.seek(0)
-    try:
+    with interpreting(_place(file), problem="is not a complete safetensors file"):
         return _parsed(file, size)
-    except _FormatError as error:
-        raise CheckpointError(f"{_place(file)} is not a complete safetensors file: {error}.") from None
-
-
-class _FormatError(ValueError):
-    pass
 
 
 def _parsed(file: BinaryIO, size: int) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, int]]:
@@ -269,49 +263,41 @@ def _parsed(file: BinaryIO, size: int) -> tuple[dict[str, TensorEntry], dict[str
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else -1
     data_begin = _LENGTH.size + length
     if not 2 <= length <= _LONGEST_HEADER or data_begin > size:
-        raise _FormatError(f"it has {size} bytes, and its header should have {length}")
-    content = _header_of(file.read(length))
+        raise ContentError(f"it has {size} bytes, and its header should have {length}")
+    content = parse_json(file.read(length))
+    if not isinstance(content, dict):
+        raise ContentError("its header is not a JSON object")
     metadata = content.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _FormatError(f"its {_METADATA} is not a mapping of texts")
+        raise ContentError(f"its {_METADATA} is not a mapping of texts")
     places = {name: _entry(name, value) for name, value in content.items()}
     end = 0
     entries, begins = {}, {}
     for name, (entry, begin) in sorted(places.items(), key=lambda item: (item[1][1], item[1][0].num_bytes)):
         if begin != end:
-            raise _FormatError(f"{name!r} begins at {begin}, and the tensor before it ends at {end}")
+            raise ContentError(f"{name!r} begins at {begin}, and the tensor before it ends at {end}")
         entries[name], begins[name], end = entry, data_begin + begin, begin + entry.num_bytes
     if data_begin + end != size:
-        raise _FormatError(f"it has {size} bytes, and its header describes {data_begin + end}")
+        raise ContentError(f"it has {size} bytes, and its header describes {data_begin + end}")
     return entries, metadata, begins
-
-
-def _header_of(text: bytes) -> dict[str, Any]:
-    try:
-        content = parse_json(text)
-    except ContentError as error:
-        raise _FormatError(f"its header: {error}") from None
-    if not isinstance(content, dict):
-        raise _FormatError("its header is not a JSON object")
-    return content
 
 
 def _entry(name: str, value: object) -> tuple[TensorEntry, int]:
     """Return a tensor's entry and position."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _FormatError(f"{name!r} is described by {shortened(repr(value))}")
+        raise ContentError(f"{name!r} is described by {shortened(repr(value))}")
     dtype, shape, place = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         given = shortened(repr(dtype))
-        raise _FormatError(f"{name!r} has the unknown dtype {given}; known are {', '.join(DTYPES)}")
+        raise ContentError(f"{name!r} has the unknown dtype {given}; known are {', '.join(DTYPES)}")
     try:
         entry, (begin, end) = TensorEntry(name, DTYPES[dtype], shape_of(shape)), naturals(place)
     except ValueError:
-        raise _FormatError(
+        raise ContentError(
             f"{name!r} has the shape {shortened(repr(shape))} and the position {shortened(repr(place))}"
         ) from None
     if end - begin != entry.num_bytes:
-        raise _FormatError(f"{name!r} needs {entry.num_bytes} bytes, and has the position {place}")
+        raise ContentError(f"{name!r} needs {entry.num_bytes} bytes, and has the position {place}")
     return entry, begin
 
 

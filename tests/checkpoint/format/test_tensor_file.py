@@ -263,7 +263,7 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
     (with_header(b'{"x":%b,"x":%b}' % ((json.dumps(entry()).encode(),) * 2), b"1234"), "repeats a key"),
 ])  # fmt: skip
 def test_files_that_are_not_of_the_format(data, message):
-    with pytest.raises(CheckpointError, match=f"not a complete safetensors file: .*{message}"):
+    with pytest.raises(CheckpointError, match=rf"not a complete safetensors file \(.*{message}"):
         TensorFileReader(lambda: io.BytesIO(data))
 
 
