@@ -70,7 +70,7 @@ class Offer:
         """
         staged = Staging().stage(content.tensors)  # new memory: an earlier offer may be in flight
         staged.wait()
-        return cls(pack(content, staged.slots, step), staged.block)
+        return cls(pack(content, step), staged.block)
 
     @classmethod
     def receive(cls, link: Link) -> Offer:
