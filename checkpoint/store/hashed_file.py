@@ -39,11 +39,6 @@ class HashedFile:
         self._planned = record
         self._record: FileRecord | None = None
 
-    @property
-    def name(self) -> str:
-        """Name in the manifest."""
-        return self._planned.name
-
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes without copying.
 

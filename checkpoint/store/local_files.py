@@ -102,7 +102,6 @@ class LocalPending:
 
     def __init__(self, target: str, token: str) -> None:
         self.target = target
-        self.token = token
         self.path = _hidden(target, "partial", token)
         self._replaced = _hidden(target, "replaced", token)
         self._removed = _hidden(target, "removed", token)

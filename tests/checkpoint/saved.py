@@ -25,41 +25,15 @@ def model(kind: str = "llama", tied: bool = True) -> nn.Module:
     torch.manual_seed(5)
     common = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                n_positions=16,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                **common,
-            )
-        )
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **common))
     if kind == "t5":
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                d_model=16,
-                d_ff=32,
-                num_layers=1,
-                num_heads=2,
-                d_kv=8,
-                pad_token_id=0,
-                decoder_start_token_id=0,
-                **common,
-            )
-        )
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            **common,
-        )
-    )
+        sizes = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+        config = transformers.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0, **common)
+        return transformers.T5ForConditionalGeneration(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=16, **common))
 
 
 class LanguageModule(pl.LightningModule):
