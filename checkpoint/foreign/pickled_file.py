@@ -109,8 +109,9 @@ def _load_folder(path: str, trust: bool) -> dict[str, Any]:
 
 def _read_dcp(path: str) -> dict[str, Any]:
     """Read a DCP folder in one process, nested as saved."""
-    planner = _EmptyStateDictLoadPlanner()
-    load({}, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()
+    reader.read_metadata()  # raises a short error if it is damaged; that of load() has a stack
+    load({}, storage_reader=reader, planner=planner, no_dist=True)
     values: dict[str, Any] = planner.original_state_dict
     return values
 
