@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from trainwright.checkpoint.format import tensor_file
 from trainwright.checkpoint.format.tensor_file import DTYPES, TensorEntry, TensorFileReader, TensorFileWriter
-from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
 
 
@@ -265,12 +264,6 @@ def entry(dtype="F32", shape=(1,), place=(0, 4)):
 def test_files_that_are_not_of_the_format(data, message):
     with pytest.raises(CheckpointError, match=rf"not a complete safetensors file \(.*{message}"):
         TensorFileReader(lambda: io.BytesIO(data))
-
-
-def test_the_file_is_named(tmp_path):
-    (tmp_path / "x.safetensors").write_bytes(b"garbage of some length")
-    with pytest.raises(CheckpointError, match=str(tmp_path / "x.safetensors")):
-        TensorFileReader(lambda: Folder(tmp_path).open("x.safetensors"))
 
 
 def test_truncation_is_found():
