@@ -98,7 +98,16 @@ class NeighbourCopies:
 
         def run() -> None:
             try:
-                self._exchange(ring, generation, content, staged, step, problem)
+                header = torch.empty(0, dtype=torch.uint8)
+                if staged is not None:
+                    staged.wait()
+                    header = pack(content, step)
+                ring.agree(problem)
+                assert staged is not None
+                generation.own = Snapshot(step, replace(content, tensors=staged.tensors))
+                if ring.size > 1:
+                    generation.guest = (step, *ring.exchange((header, staged.block), generation.arena))
+                ring.agree(None)  # from here on the previous generation may be overwritten
             except BaseException as error:
                 self._error = error
 
@@ -150,7 +159,10 @@ class NeighbourCopies:
             held = own[step].own
             assert held is not None
             return held
-        return self._take_back(*received)
+        held = unpack(*received)
+        same = (g for g in self._generations if g.own is not None and g.own.step == held.step)
+        next(same, self._oldest()).own = held
+        return held
 
     def release(self) -> None:
         """Drop every copy and free the memory."""
@@ -165,33 +177,6 @@ class NeighbourCopies:
     def _oldest(self) -> _Generation:
         """Return the generation to overwrite: an incomplete one, else the older one."""
         return min(self._generations, key=lambda g: -1 if g.own is None else g.own.step)
-
-    def _exchange(
-        self,
-        ring: _Ring,
-        generation: _Generation,
-        content: Content,
-        staged: Staged | None,
-        step: int,
-        problem: BaseException | None,
-    ) -> None:
-        header = torch.empty(0, dtype=torch.uint8)
-        if staged is not None:
-            staged.wait()
-            header = pack(content, step)
-        ring.agree(problem)
-        assert staged is not None
-        generation.own = Snapshot(step, replace(content, tensors=staged.tensors))
-        if ring.size > 1:
-            generation.guest = (step, *ring.exchange((header, staged.block), generation.arena))
-        ring.agree(None)  # from here on the previous generation may be overwritten
-
-    def _take_back(self, header: Tensor, block: Tensor) -> Snapshot:
-        held = unpack(header, block)
-        generation = next((g for g in self._generations if g.own is not None and g.own.step == held.step), None)
-        generation = generation or self._oldest()
-        generation.own = held
-        return held
 
 
 def _newest_common(offers: list[tuple[list[int], list[int]]], distance: int) -> int | None:
