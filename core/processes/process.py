@@ -10,8 +10,8 @@ from pathlib import Path
 # States as in ps(1).
 RUNNING, SLEEPING, IN_KERNEL, STOPPED, TRACED, ZOMBIE = "R", "S", "D", "T", "t", "Z"
 
-START_TIME = 19
-"""Index into the result of :func:`stat_of`."""
+PARENT, START_TIME = 1, 19
+"""Indices into the result of :func:`stat_of`."""
 
 
 def stat_of(process: int, thread: int | None = None) -> list[str]:
