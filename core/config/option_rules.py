@@ -12,7 +12,7 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 is_count = options.is_whole
-"""Whether a value is an integer of at least 1, or of at least the second argument."""
+"""Return whether a value is an integer of at least 1, or of at least the second argument."""
 
 
 def is_number(value: Any) -> bool:

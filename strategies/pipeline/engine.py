@@ -97,7 +97,7 @@ class PipelineEngine:
         self._schedules: dict[int, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._step: _Step | None = None
         self._routes: StageRoutes | None = None
-        self._state = StepState(module, (), self._ranks, self._channel)
+        self._state: StepState | None = None
         self._randomness = StepRandomness(group, self._device)
         self._draws = False
         self._is_compiled = False
@@ -205,7 +205,8 @@ class PipelineEngine:
         self._step = _Step(arguments, recorder, scale, seeds)
         for stage in self.stages:
             stage.signatures = [batches.signature(given) for given in arguments]
-        self._state.begin_step()
+        if self._state is not None:
+            self._state.begin_step()
         try:
             with redirected_log(self._module, recorder.log):
                 self._run_schedule(len(parts))
@@ -213,7 +214,8 @@ class PipelineEngine:
             self._forget_step()
             raise
         self._end_step()
-        self._state.end_step()
+        if self._state is not None:
+            self._state.end_step()
         return self._publisher.publish(recorder, getattr(self._module, "log", _no_log))
 
     def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
@@ -233,14 +235,17 @@ class PipelineEngine:
         run = StagePass(self._routes, stage, received)
         args, kwargs = step.arguments[part]
         run.randomness = self._randomness if step.seeds else None
-        self._state.begin_micro_batch()
-        with (
-            with_attributes(self._gates, current=run),
-            with_attributes(step.recorder, current=part if run.is_last else None),
-            self._randomness.outside(step.seeds[part]) if step.seeds else nullcontext(),
-        ):
-            output = self._run("training_step", args, kwargs)
-        self._state.end_micro_batch(stage)
+        self._gates.current = run
+        step.recorder.current = part if run.is_last else None
+        if self._state is not None:
+            self._state.begin_micro_batch()
+        try:
+            with self._randomness.outside(step.seeds[part]) if step.seeds else nullcontext():
+                output = self._run("training_step", args, kwargs)
+        finally:
+            self._gates.current, step.recorder.current = None, None
+        if self._state is not None:
+            self._state.end_micro_batch(stage)
         if not run.is_last:
             return output
         loss = step.recorder.finish(part, output)
@@ -298,7 +303,7 @@ class PipelineEngine:
         if not all(each[3] for each in found):
             raise RuntimeError("training_step failed on another stage of the pipeline; see the error of its rank.")
         self._draws = any(each[4] for each in found)
-        self._state = StepState(self._module, places, self._ranks, self._channel)
+        self._state = StepState(self._module, places, self._ranks, self._channel) if places else None
 
     def _run_schedule(self, count: int) -> None:
         schedule, taken = self._schedule(count)

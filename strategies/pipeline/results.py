@@ -16,7 +16,6 @@ from torchmetrics import Metric
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline.value_spec import ValueChannel
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
@@ -278,5 +277,12 @@ def redirected_log(module: nn.Module, record: Callable[..., None]) -> Iterator[N
         arguments.update(arguments.pop(extra, {}))
         record(**arguments)
 
-    with with_attributes(module, log=stand_in):
+    attributes = module.__dict__
+    before = attributes.get("log")
+    attributes["log"] = stand_in
+    try:
         yield
+    finally:
+        del attributes["log"]
+        if before is not None:
+            attributes["log"] = before

@@ -31,6 +31,7 @@ class GatheredWrites:
     def __init__(self, state: Any) -> None:
         self._groups = parameter_groups(state)
         self._versions: dict[int, int] = {}
+        self._rows: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> None:
         """Record the versions of shards, right after gathering."""
@@ -46,7 +47,10 @@ class GatheredWrites:
             whole = parameter._unsharded_param.detach()
             if whole.untyped_storage().data_ptr() != parameter.all_gather_outputs[0].untyped_storage().data_ptr():
                 refuse_new_data(parameter._module_info.param_name)
-            first, last = rows_of(whole, parameter.mesh_info.shard_mesh_size, parameter.mesh_info.shard_mesh_rank)
+            if id(parameter) not in self._rows:
+                info = parameter.mesh_info
+                self._rows[id(parameter)] = rows_of(whole, info.shard_mesh_size, info.shard_mesh_rank)
+            first, last = self._rows[id(parameter)]
             shard.copy_(whole[first:last])
             self._versions[id(parameter)] = shard._version
 
