@@ -11,10 +11,9 @@ from tests.zoo.table import THEMES, count, recorded
 PAGE = Path(__file__).parents[2] / "docs" / "what_runs.md"
 HEAD = """# What runs where
 
-{modules} modules as people write them, on layouts of two and four ranks ({cells} cells), each compared with
-`lightning.Trainer` on one process: losses, logged values, parameters and buffers. {equal} cells train **equally**,
-{refused} are **refused** with an error{wrong}. `make zoo` runs this table,
-`python -m tests.zoo` writes it.
+{modules} modules on layouts of two and four ranks ({cells} cells), each compared with `lightning.Trainer` on one
+process: losses, logged values, parameters and buffers. {equal} cells train **equally**, {refused} are **refused** with an
+error{wrong}. `make zoo` runs this table, `python -m tests.zoo` writes it.
 """
 
 
@@ -37,14 +36,19 @@ def _joined(layouts: Iterable[str]) -> str:
     return text
 
 
+def _grouped(modules: dict[str, list[str]]) -> Iterable[tuple[str, list[str]]]:
+    """Return layouts, and the modules that have the same ones."""
+    found: dict[str, list[str]] = {}
+    for name, layouts in modules.items():
+        found.setdefault(_joined(layouts), []).append(name)
+    return found.items()
+
+
 def _equal(rows: dict[str, dict[str, str]]) -> Iterator[str]:
     """Yield a table of the modules that train equally on the same layouts."""
-    modules: dict[str, list[str]] = {}
-    for name, row in rows.items():
-        layouts = _joined(layout for layout, outcome in row.items() if outcome == "equal")
-        modules.setdefault(layouts, []).append(name)
+    equal = {name: [layout for layout, outcome in row.items() if outcome == "equal"] for name, row in rows.items()}
     yield "| trains equally on | modules |\n|---|---|\n"
-    for layouts, names in modules.items():
+    for layouts, names in _grouped(equal):
         if layouts:
             yield f"| {layouts} | {'; '.join(names)} |\n"
 
@@ -63,7 +67,7 @@ def _others(rows: dict[str, dict[str, str]]) -> Iterator[str]:
     if cells:
         yield "\n| refused with | modules |\n|---|---|\n"
     for reason, modules in cells.items():
-        named = "; ".join(f"{name} ({_joined(layouts)})" for name, layouts in modules.items())
+        named = "<br>".join(f"{layouts}: {'; '.join(names)}" for layouts, names in _grouped(modules))
         yield f"| {reason} | {named} |\n"
 
 
