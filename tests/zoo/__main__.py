@@ -12,8 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "what_runs.md"
 HEAD = """# What runs where
 
 {modules} modules on layouts of two and four ranks ({cells} cells), each compared with `lightning.Trainer` on one
-process: losses, logged values, parameters and buffers. {equal} cells train **equally**, {refused} are **refused** with an
-error{wrong}. `make zoo` runs this table, `python -m tests.zoo` writes it.
+process: losses, logged values, parameters and buffers. {equal} cells train **equally**, {refused} are **refused** with
+an error{wrong}. `make zoo` runs this table, `python -m tests.zoo` writes it.
 """
 
 
