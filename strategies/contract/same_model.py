@@ -91,8 +91,9 @@ def refuse_varying_weights(strategy: Any) -> None:
         for name, parameter in strategy.lightning_module.named_parameters()
         if not (isinstance(parameter, DTensor) or parameter.is_meta) and strategy._parts_of(name) == 1
     ]
-    differing = differ_between_ranks(held, strategy.root_device, strategy.ranks.data_group)
-    if strategy.reduce_boolean_decision(bool(differing), all=False):
+    group = strategy.ranks.data_group
+    differing = differ_between_ranks(held, strategy.root_device, group)
+    if differing if group is None else strategy.reduce_boolean_decision(bool(differing), all=False):
         raise RuntimeError(
             f"Data-parallel ranks hold different values of {differing[0] if differing else 'a parameter'}: the module "
             "sets it in its first step, from the samples of one rank. Set it before fit (in __init__ or setup, from "
@@ -163,10 +164,19 @@ def differ_between_ranks(
     if not wholes or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     sums = torch.stack([_bit_sum(tensor).to(device) for _, tensor in wholes])
-    bounds = torch.cat([sums, -sums])
+    # Usually all are equal, which two numbers show.
+    weights = torch.randint(-(2**62), 2**62, sums.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    if _are_equal((sums * weights).sum(0, keepdim=True), group).all():
+        return []
+    return [name for (name, _), same in zip(wholes, _are_equal(sums, group).tolist(), strict=True) if not same]
+
+
+def _are_equal(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return which of this rank's integers all ranks have. A collective."""
+    bounds = torch.cat([numbers, -numbers])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     most, least = bounds.chunk(2)
-    return [name for (name, _), same in zip(wholes, (most == -least).tolist(), strict=True) if not same]
+    return most == -least
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:

@@ -79,8 +79,8 @@ class _LenientFile:
         except OSError as error:
             self._ended = True
             warnings.warn_explicit(  # the thread's own source line would not help
-                f"{self._name} cannot be written ({error.strerror or error}) and ends here; training continues, and "
-                "metrics.csv has the same values. Free space on the disk, or type logger=csv.",
+                f"TensorBoard's {self._name} cannot be written ({error.strerror or error}) and ends here; training "
+                "continues, and metrics.csv has the same values. Free space on the disk, or type logger=csv.",
                 RuntimeWarning,
                 "tensorboard",
                 1,

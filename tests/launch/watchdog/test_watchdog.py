@@ -17,9 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torch.utils.data import DataLoader, TensorDataset
 
-from tests.core.test_phases import Small
+from tests.callbacks.modules import Regression, loader
 from tests.parity.harness import QUIET
 from trainwright import Trainer, Watchdog
 from trainwright.core.processes.process import catches, state_of
@@ -304,8 +303,7 @@ def test_progress_of_a_run(kind: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     seen: list[Progress] = []
     look = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append(watcher._boxes.read(0)))
     trainer = kind(max_epochs=2, devices=1, callbacks=[Watchdog(), look], **QUIET)
-    loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
-    trainer.fit(Small(), loader, loader)
+    trainer.fit(Regression(), loader(12, 2), loader(12, 2))
     assert [(each.running, each.rank, each.micro_batches) for each in seen] == [(True, 0, 6), (True, 0, 12)]
     assert {phases.FORWARD, phases.DATA, "evaluation"} <= set(seen[1].longest)
     assert not watcher._boxes.read(0).running

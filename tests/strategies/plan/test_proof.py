@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.zoo.table import rows
+from tests.zoo.cells import rows
 from trainwright.strategies.compose.model_plan import make_plan
 from trainwright.strategies.context.proof import sequence_problems
 
