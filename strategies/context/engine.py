@@ -18,6 +18,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,7 +234,8 @@ class ContextParallel:
         slices = {at: value for at, value in given.items() if isinstance(value, SequenceSlice) and value.rows.is_all}
         parts = {at: value.local for at, value in slices.items() if value.rows.batch is None}
         self._sliced[block] = frozenset(parts)
-        given = {**pytree.tree_map_only(SequenceSlice, SequenceSlice.whole, given), **parts}
+        given = {**given, **parts}
+        given = pytree.tree_map_only(SequenceSlice, SequenceSlice.whole, given)
         return call_of(given if place in parts else {**given, place: self.order.part(given[place], 1)})
 
     @torch.compiler.disable
@@ -243,16 +245,16 @@ class ContextParallel:
         if not self.splits or not (is_last or self._slices_between):
             return None
         is_slice = not is_last or (self.split_outputs and block.training and torch.is_grad_enabled())
-        show = self._slice if is_slice else self._gather
+        show = partial(self._slice, not is_last) if is_slice else self._gather
         if isinstance(output, Tensor):
             return show(output)
         given = arguments(args, kwargs)
         held = given[hidden_states(given)].size(1)
         return pytree.tree_map_only(Tensor, lambda t: show(t) if t.ndim > 1 and t.size(1) == held else t, output)
 
-    def _slice(self, part: Tensor) -> Tensor:
+    def _slice(self, re_enters: bool, part: Tensor) -> Tensor:
         length = part.size(1) * self.order.size
-        return SequenceSlice(part, SequenceRows(self.group, self.order, length, 0, length))
+        return SequenceSlice(part, SequenceRows(self.group, self.order, length, 0, length, re_enters=re_enters))
 
     def _gather(self, part: Tensor) -> Tensor:
         return make_whole(part, self.group, self.order, 1)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.context.collectives import gather_all, sum_alike
+from trainwright.strategies.context.collectives import gather_all, make_whole, sum_alike
 from trainwright.strategies.context.order import SequenceOrder
 
 
@@ -35,6 +35,8 @@ class SequenceRows:
         length: of the sequences when they were split.
         start, stop: range of the remaining positions.
         batch: number of sequences if they are flattened with positions into dim 0; ``None``: positions are dim 1.
+        re_enters: whether the gathered whole may enter a block, which takes other rows on each rank, so that gradients
+            of all ranks are summed; ``False``: all ranks compute the same from it.
     """
 
     group: dist.ProcessGroup
@@ -43,6 +45,7 @@ class SequenceRows:
     start: int
     stop: int
     batch: int | None = None
+    re_enters: bool = False
 
     @property
     def dim(self) -> int:
@@ -83,8 +86,8 @@ class SequenceRows:
             # Collectives need equal parts: removed positions are padded with zeros, and removed again below.
             padding = [0, 0] * (local.ndim - 2) + [before, after]
             pieces.append(F.pad(piece, padding) if before or after else piece)
-        # Ranks may use different rows of it, as where it enters a block.
-        whole = gather_all(torch.cat(pieces, 1), self.group, self.order, 1)
+        gather = gather_all if self.re_enters else make_whole
+        whole = gather(torch.cat(pieces, 1), self.group, self.order, 1)
         return whole if self.is_all else whole.narrow(1, self.start, self.stop - self.start)
 
     def _spans(self) -> Iterator[tuple[int, int, int, int]]:
@@ -386,7 +389,9 @@ _METADATA = frozenset(
 
 _Handler = Callable[[Callable[..., Any], _Args, _Kwargs], Any]
 _HANDLERS: dict[str, _Handler] = {
-    **dict.fromkeys(["register_hook", "retain_grad", "__get__:grad_fn", "__get__:is_leaf", "__get__:grad"], _leaf),
+    **dict.fromkeys(
+        ["register_hook", "retain_grad", "__get__:grad_fn", "__get__:is_leaf", "__get__:grad", "__get__:_base"], _leaf
+    ),
     **dict.fromkeys(
         ["float", "half", "bfloat16", "double", "to", "type", "type_as", "cpu", "cuda", "detach", "clone", "contiguous"]
         + ["relu", "gelu", "silu", "mish", "elu", "leaky_relu", "selu", "hardswish", "softplus", "tanh", "sigmoid"]
