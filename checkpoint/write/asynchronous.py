@@ -254,7 +254,7 @@ class AsyncSaver(BlockingSaver):
                 save_together(own, path, self._group, after, staged, problem, read_back_if)
             except CheckpointError as failure:
                 error = failure
-            except BaseException as failure:  # torch's CheckpointException is not an Exception
+            except BaseException as failure:  # nothing may end this thread unreported
                 error = CheckpointError(f"Saving {path} failed: {failure!r}")
                 error.__cause__ = failure
             self._saved = Saved(path, error, blocked, time.perf_counter() - begin)

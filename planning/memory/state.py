@@ -206,10 +206,7 @@ def _sides(module: LightningModule, plan: ModelPlan) -> dict[str, str]:
     if len(plan.blocks) < 2:
         return {}
     spans = [range(1), range(1, len(plan.blocks))]
-    try:
-        holders = PipelineCut(module, plan, spans, []).holders
-    except ValueError:  # unknown, but then no pipeline is possible and the place does not matter
-        return {}
+    holders = PipelineCut(module, plan, spans, []).holders
     return {name: BOTH if len(at) > 1 else (FIRST, LAST)[at[0]] for name, at in holders.items()}
 
 

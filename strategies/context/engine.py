@@ -231,12 +231,11 @@ class ContextParallel:
             return None
         given = arguments(args, kwargs)
         place = hidden_states(given)
-        slices = {at: value for at, value in given.items() if isinstance(value, SequenceSlice) and value.rows.is_all}
-        parts = {at: value.local for at, value in slices.items() if value.rows.batch is None}
-        self._sliced[block] = frozenset(parts)
-        given = {**given, **parts}
+        slices = [at for at, value in given.items() if isinstance(value, SequenceSlice) and value.has_all_positions]
+        self._sliced[block] = frozenset(slices)
+        given |= {at: given[at].local for at in slices}
         given = pytree.tree_map_only(SequenceSlice, SequenceSlice.whole, given)
-        return call_of(given if place in parts else {**given, place: self.order.part(given[place], 1)})
+        return call_of(given if place in slices else {**given, place: self.order.part(given[place], 1)})
 
     @torch.compiler.disable
     def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

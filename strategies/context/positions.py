@@ -45,7 +45,7 @@ class Positions(TorchFunctionMode):
 
     def watched(self) -> Self:
         """Return the mode for the first call of the block, to be followed by :meth:`check`."""
-        self._kept, self._is_first, self._reads_tables = self._state(), True, True
+        self._kept, self._is_first = self._state(), True
         return self
 
     def counted(self) -> AbstractContextManager[Any]:
@@ -54,7 +54,7 @@ class Positions(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         """Enter the mode."""
-        if self._reads_tables:  # FSDP and casts exchange them
+        if self._is_first or self._reads_tables:  # FSDP and casts exchange them
             self._tables = {id(value): name for name, value in self._tensors()}
         self._is_active = True
         super().__enter__()
@@ -91,9 +91,10 @@ class Positions(TorchFunctionMode):
     ) -> Any:
         """Replace positions counted from 0 by those of this rank."""
         kwargs = kwargs or {}
-        if func is torch.arange and _end_of(args, kwargs) == self.held and "out" not in kwargs and self._counts():
+        end = _end_of(args, kwargs) if func is torch.arange and "out" not in kwargs else None
+        if end == self.held and self._counts():
             others = {key: value for key, value in kwargs.items() if key not in ("start", "end", "step")}
-            return self._order.part(func(0, _end_of(args, kwargs) * self._order.size, **others), 0)
+            return self._order.part(func(0, end * self._order.size, **others), 0)
         if func is Tensor.__getitem__ and id(args[0]) in self._tables:
             return self._rows(args[0], args[1])
         return func(*args, **kwargs)
@@ -119,6 +120,7 @@ class Positions(TorchFunctionMode):
         counted = [at for at, entry in enumerate(entries) if self._is_beginning(entry) and table.size(at) > self.held]
         if not counted or not all(isinstance(entry, slice | int) for entry in entries) or not self._counts():
             return table[index]
+        self._reads_tables = True
         if any(table.size(at) < total for at in counted):
             raise RuntimeError(
                 f"Block {self._name} reads the first {self.held} of {table.size(counted[0])} rows of "

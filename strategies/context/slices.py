@@ -164,6 +164,11 @@ class SequenceSlice(Tensor):
         """Gather the whole tensor. A differentiable collective of the context group."""
         return self.rows.whole(self.local)
 
+    @property
+    def has_all_positions(self) -> bool:
+        """True if all positions remain and are dim 1, as in hidden states."""
+        return self.rows.is_all and self.rows.batch is None
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Describe this rank's part, without a collective."""
         return f"SequenceSlice(shape={tuple(self.shape)}, held={tuple(self.local.shape)})"
