@@ -93,8 +93,8 @@ class ContextParallel:
         enters: whether this rank has the model's first block, which receives whole hidden states.
         leaves: whether this rank has the model's last block, after which they are gathered. Other pipeline stages send
             split hidden states.
-        split_outputs: in training, keep outputs of the last block split up to the loss where that is exact; see
-            :mod:`trainwright.strategies.context.slices`.
+        split_outputs: keep outputs of blocks split up to the next block, and in training those of the last up to the
+            loss, where that is exact; see :mod:`trainwright.strategies.context.slices`.
         further: returns the number of ranks of another axis that slice hidden states further (sequence parallelism);
             ``None``: 1.
         first: the model's first block if this rank does not have it (a pipeline stage), to get the length of passes

@@ -1,4 +1,4 @@
-"""Outputs of the last block that stay split by position up to the loss.
+"""Outputs of blocks that stay split by position: up to the next block, or from the last one up to the loss.
 
 Logits ``B x T x V`` are the largest tensor of a language model. Gathering hidden states after the last block would make
 every rank of the context group compute and hold all of them. A :class:`SequenceSlice` looks like the whole tensor to
