@@ -176,7 +176,7 @@ class SequenceSlice(Tensor):
 
 _BYPASSED = (
     "was given an output whose sequence is split over the context axis, through a function that torch does not let it "
-    "handle (a custom autograd function or kernel). Type strategy.context=1, or leave outputs whole: split_outputs=False."
+    "handle (a custom autograd function or kernel). Type strategy.context=1 (in the engine: split_outputs=False)."
 )
 
 
