@@ -229,6 +229,7 @@ class Watch(pl.Callback):
             return
         dist.barrier()
         self.meter = trainer.strategy.measures.measure_communication()
+        dist.barrier()  # no rank pulls before the server's rank counts
         tables = [part for part in pl_module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
         self.hooks = [part.register_forward_pre_hook(self._count) for part in tables]
         self.is_number = any(part.weight.isfinite().any() for part in tables)
