@@ -17,9 +17,12 @@ _GRACE = 30
 
 
 def environment_of(threads: int) -> dict[str, str]:
-    """This environment, with the repository importable and so many threads per process."""
+    """This environment, with the repository importable and so many threads per process.
+
+    Python keeps compiled modules even where the shell forbids it: installed packages have them, a checkout would not.
+    """
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 @contextmanager

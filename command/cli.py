@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from trainwright.core.processes.machine import on_one_stack
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
 from trainwright.core.run.launcher import detect_launcher
@@ -30,6 +31,7 @@ from trainwright.launch.ranks.output import ranks_to_stderr
 _TOOL_VERBS = ("checkpoint", "new", "report", "watch", "doctor", "profile")
 
 
+@on_one_stack
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 

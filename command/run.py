@@ -18,7 +18,7 @@ from trainwright.core.failures.failure import RankError
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes.watch import ShutdownWatch
-from trainwright.core.run.interrupt import Interrupted
+from trainwright.core.run.interrupt import InsistentSignals, Interrupted
 from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import (
     RunDirRollback,
@@ -38,8 +38,8 @@ from trainwright.launch.recovery.check_resume import decide_resume, resume_in_pl
 from trainwright.launch.recovery.sizes import resized, size_problems
 from trainwright.strategies.compose.world import Surroundings, resolve_devices
 
-# State before the run directories were prepared, by path; only of runs that have not been launched.
-_PREPARED: dict[str, RunDirRollback] = {}
+PREPARED: dict[str, RunDirRollback] = {}
+"""State before the run directories were prepared, by path; only of runs that have not been launched."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def prepare(
         if before is not None:
             before.restore()
         raise ConfigError([f"run_dir={planned.run_dir}: {error.strerror}; type another run_dir=..."]) from error
-    _PREPARED[prepared.run_dir] = before
+    PREPARED[prepared.run_dir] = before
     return prepared
 
 
@@ -249,7 +249,7 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
         own_processes: start a process even for a single rank, as a sweep does so that jobs do not affect each other. A
             run that may be restarted has one in any case.
     """
-    before = _PREPARED.pop(cfg.run_dir, None)
+    before = PREPARED.pop(cfg.run_dir, None)
     writes_page = verb == "fit" and cfg.report and (launcher is None or launcher.rank == 0)
     metrics: dict[str, float] | None
     try:
@@ -296,7 +296,7 @@ def run_in_process(
     Raises:
         Interrupted: if this process was interrupted.
     """
-    with without_collector():
+    with InsistentSignals(), without_collector():
         from trainwright.callbacks.end.preemption import Preempted
         from trainwright.launch.worker import run_verb
 

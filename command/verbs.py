@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainwright.command.arguments import Parser
 from trainwright.command.auto import choice_lines
 from trainwright.command.pages import links
-from trainwright.command.run import RunResult, launch, plan, prepare
+from trainwright.command.run import PREPARED, RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import Composition, compose_checked
 from trainwright.command.schema.expansion import report_import
 from trainwright.core.config.masking import masked
@@ -22,10 +22,12 @@ from trainwright.core.config.references import settled
 from trainwright.core.failures.failure import RankError
 from trainwright.core.failures.uncaught import Uncaught
 from trainwright.core.problems import ConfigError, did_you_mean
+from trainwright.core.run.interrupt import InsistentSignals
 from trainwright.core.run.launcher import Launcher, detect_launcher
-from trainwright.core.run.run_directory import command_words
+from trainwright.core.run.run_directory import RunDirRollback, command_words
 from trainwright.core.tools import tool
 from trainwright.launch.engines.torchrun.agreement import agree
+from trainwright.launch.ranks.forkserver import call_in_fork, has_forkserver, without_collector
 from trainwright.strategies.compose.world import VERBS, Surroundings, closed_layout
 
 OK, FAILED, REFUSED = 0, 1, 2
@@ -92,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
     verb, overrides, config_dir = arguments.verb, arguments.overrides, arguments.config_dir
     if launcher is None:
-        cfg = _composed(verb, overrides, config_dir, None)
+        cfg = _composed_beside_imports(verb, overrides, config_dir)
     else:
         agreed = agree(launcher, lambda launcher: _composed(verb, overrides, config_dir, launcher))
         if agreed is None:
@@ -180,6 +182,27 @@ def _composed(verb: str, overrides: Sequence[str], config_dir: str | None, launc
     prepared = prepare(composition.cfg, verb, launcher, words=command_words(verb, overrides, config_dir))
     report_import(composition.import_report, sys.stdout, Path(prepared.run_dir))
     return prepared
+
+
+def _composed_beside_imports(verb: str, overrides: Sequence[str], config_dir: str | None) -> DictConfig:
+    """Compose in another process while this one imports torch, if the rank will probably be in this one."""
+    if has_forkserver() or any(word.startswith("launch=") for word in overrides):
+        return _composed(verb, overrides, config_dir, None)
+    cfg: DictConfig
+    cfg, before = call_in_fork(_composed_apart, verb, overrides, config_dir, meanwhile=_import_torch)
+    PREPARED[cfg.run_dir] = before
+    return cfg
+
+
+def _composed_apart(verb: str, overrides: Sequence[str], config_dir: str | None) -> tuple[DictConfig, RunDirRollback]:
+    """Return what :func:`launch` needs in the process that launches."""
+    cfg = _composed(verb, overrides, config_dir, None)
+    return cfg, PREPARED.pop(cfg.run_dir)
+
+
+def _import_torch() -> None:
+    with InsistentSignals(), without_collector():
+        import torch  # noqa: F401
 
 
 def _sweep(arguments: argparse.Namespace, launcher: Launcher | None) -> int:

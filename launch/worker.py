@@ -37,7 +37,7 @@ from trainwright.core.failures.error_text import is_refusal, is_secondary, messa
 from trainwright.core.failures.failure import log_file
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError
-from trainwright.core.processes.machine import keep_freed_memory, use_threads
+from trainwright.core.processes.machine import keep_freed_memory, on_one_stack, use_threads
 from trainwright.core.run.launcher import detect_launcher
 from trainwright.core.run.traits import traits_of
 from trainwright.launch.checks.check_run import compression_of
@@ -60,6 +60,7 @@ _LIBRARIES = re.compile(r"[/\\](lightning|torch|tensorboard)[/\\]")
 _OF_RESUMING = re.compile(r"The dirpath has changed from|Checkpoint directory .* exists and is not empty")
 
 
+@on_one_stack
 def run_verb(
     cfg: DictConfig,
     verb: str,

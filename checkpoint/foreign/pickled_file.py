@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.api import CheckpointException
 
 from trainwright.checkpoint.foreign.unpickle import load_safely, open_file, torch_load
 from trainwright.checkpoint.format.manifest import MANIFEST
@@ -22,7 +20,6 @@ from trainwright.checkpoint.store.paths import is_remote, local_path, normal_pat
 from trainwright.checkpoint.store.storage import Folder, is_folder
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.printable import one_line, shortened
-from trainwright.core.torch_internals import _EmptyStateDictLoadPlanner
 
 # DCP would warn at every load that one process reads alone.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -101,6 +98,8 @@ def _load_folder(path: str, trust: bool) -> dict[str, Any]:
         )
     if is_remote(path):
         raise CheckpointError(f"{path}: such folders must be local. Download it first.")
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         return _with_lightning_metadata(Path(local_path(path)), _read_dcp(path))
     except (Exception, CheckpointException) as error:
@@ -109,6 +108,11 @@ def _load_folder(path: str, trust: bool) -> dict[str, Any]:
 
 def _read_dcp(path: str) -> dict[str, Any]:
     """Read a DCP folder in one process, nested as saved."""
+    # Imported here: it takes a fifth of what a rank imports of this package and for it.
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    from trainwright.core.torch_internals import _EmptyStateDictLoadPlanner
+
     reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()
     reader.read_metadata()  # raises a short error if it is damaged; that of load() has a stack
     load({}, storage_reader=reader, planner=planner, no_dist=True)

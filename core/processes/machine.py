@@ -10,14 +10,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 # SIOCGIFADDR in <linux/sockios.h>.
 _GET_ADDRESS = 0x8915
 # Numbers of glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# Of a frame, 8 bytes each: the smallest chunk for them is 1 MiB.
+_SLOTS = 70_000
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,18 @@ def keep_freed_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, 32 * 2**20)
     mallopt(_TRIM_THRESHOLD, -1)
+
+
+def on_one_stack(function: _Called) -> _Called:
+    """Decorator: keep the frames of ``function`` and of all that it calls in one piece of memory.
+
+    CPython keeps frames in chunks of 16 KiB and unmaps each with its last frame, so calls around the end of one map and
+    unmap memory every time: 30,000 times in the imports of a start, 3 % of its time. A larger frame gets a chunk of
+    its own, here 1 MiB, whose rest serves the calls; pages that no frame reaches take no memory.
+    """
+    assert isinstance(function, FunctionType)
+    function.__code__ = function.__code__.replace(co_stacksize=_SLOTS)
+    return function
 
 
 def port_is_taken(port: int) -> bool:

@@ -77,3 +77,21 @@ class DeferredSignals:
             self._noted = number
             return
         raise Interrupted(number)
+
+
+class InsistentSignals(DeferredSignals):
+    """Context manager that raises `Interrupted` on signals, and again on exit if code within has hidden it.
+
+    Imports do: torch swallows an exception that is raised while it loads NumPy.
+    """
+
+    _raised: int | None = None
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__()
+        if self._raised is not None and not isinstance(raised[1], Interrupted):
+            raise Interrupted(self._raised)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._raised = number
+        super()._handle(number, frame)

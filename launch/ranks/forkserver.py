@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from trainwright.core.problems import ConfigError
+from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.orphans import end_with_parent, in_lasting_thread
 from trainwright.core.processes.scratch import default_variables, scratch
 
@@ -39,13 +40,16 @@ _serving: int | None = None
 def without_collector() -> Iterator[None]:
     """Disable Python's cyclic garbage collector during imports, which create no garbage.
 
-    It saves 0.7 of 4.9 seconds of CPU for torch, Lightning and this package.
+    It saves 0.7 of 4.9 seconds of CPU for torch, Lightning and this package. What was imported lives as long as the
+    process, so later collections exclude it: each would take 0.2 s, and write to memory that ranks share.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, are_first = gc.isenabled(), "lightning" not in sys.modules
     gc.disable()
     try:
         yield
     finally:
+        if are_first:  # else the caller's own objects, a model of a notebook among them, would never be freed
+            gc.freeze()
         if was_enabled:
             gc.enable()
 
@@ -62,6 +66,11 @@ def start_forkserver() -> None:
         in_lasting_thread(forkserver.ensure_running)  # also restarts a server that was killed
     if server._forkserver_pid != before:
         _started = server._forkserver_pid
+
+
+def has_forkserver() -> bool:
+    """Return whether :func:`start_forkserver` has started a server."""
+    return _started is not None
 
 
 def _use_scratch() -> None:
@@ -151,17 +160,50 @@ def call_in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
         ConfigError: raised by the function, or naming its failure.
     """
     start_forkserver()
-    context = multiprocessing.get_context("forkserver")
+    return _call("forkserver", function, arguments)
+
+
+def call_in_fork(function: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], None]) -> Any:
+    """Call a function in a fork of this process and something else in this one.
+
+    Where a fork is unsafe (this process has threads, or is not on Linux) or gains nothing (it has imported torch, or
+    has one core), both are called here.
+
+    Args:
+        function: with a picklable result; what else it changes is lost with its process.
+        *arguments: of the function.
+        meanwhile: called in this process; imports torch.
+
+    Raises:
+        ConfigError: raised by the function, or naming its failure.
+    """
+    gains = num_cores() > 1 and "torch" not in sys.modules
+    if not gains or threading.active_count() > 1 or sys.platform != "linux":
+        answer = function(*arguments)
+        meanwhile()
+        return answer
+    return _call("fork", function, arguments, meanwhile)
+
+
+def _call(
+    method: str, function: Callable[..., Any], arguments: tuple[Any, ...], meanwhile: Callable[[], None] | None = None
+) -> Any:
+    context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run_and_send, args=(theirs, function, arguments), daemon=True)
+    process = context.Process(target=_run_and_send, args=(theirs, function, arguments))
     try:
         with hidden_main():
             process.start()
         theirs.close()
+        if meanwhile is not None:
+            meanwhile()
         is_good, answer = ours.recv()
     except EOFError:
         process.join()
         raise ConfigError([f"{function.__name__} ended without an answer (exit code {process.exitcode})"]) from None
+    except BaseException:
+        process.kill()
+        raise
     finally:
         ours.close()
         if process.is_alive():
@@ -175,6 +217,7 @@ def call_in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _run_and_send(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     restore_defaults()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller answers Ctrl-C, and kills this process
     try:
         answer = True, function(*arguments)
     except ConfigError as error:
@@ -182,5 +225,7 @@ def _run_and_send(connection: Connection, function: Callable[..., Any], argument
     except Exception as error:
         traceback.print_exc()
         answer = False, [f"{function.__name__} failed: {type(error).__name__}: {error}"]
+    finally:
+        stop_forkserver()
     connection.send(answer)
     connection.close()

@@ -51,3 +51,34 @@ def test_freed_memory_is_kept(setting: dict[str, str], is_kept: bool) -> None:
     command = [sys.executable, "-c", _FREES]
     told = subprocess.run(command, check=True, capture_output=True, text=True, env=environment | setting).stdout
     assert (int(told) > 150 * 2**10) is is_kept
+
+
+_CALLS = """
+import resource, sys
+from trainwright.core.processes.machine import on_one_stack
+
+def leaf():
+    pass
+
+def below(depth):
+    for _ in range(1000):
+        leaf()
+    if depth:
+        below(depth - 1)
+
+def on_top():
+    below(300)
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+(on_one_stack(on_top) if sys.argv[1] == "one" else on_top)()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_calls_map_no_memory() -> None:
+    # Somewhere among 300 frames a chunk of Python's stack ends, and each call of the leaf there needs another.
+    of_one, of_chunks = (
+        int(subprocess.run([sys.executable, "-c", _CALLS, how], check=True, capture_output=True, text=True).stdout)
+        for how in ("one", "chunks")
+    )
+    assert of_chunks > of_one + 100

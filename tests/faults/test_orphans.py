@@ -157,3 +157,37 @@ def test_a_fork_server_outlives_the_thread_that_needed_it_first_and_no_more(tmp_
         script.kill()
         script.wait()
     assert left(started) == {}
+
+
+BESIDE = """
+import os, signal, time
+from trainwright.core.run.interrupt import InsistentSignals, Interrupted
+from trainwright.launch.ranks import forkserver
+
+forkserver.num_cores = lambda: 2
+assert forkserver.call_in_fork(os.getppid, meanwhile=lambda: None) == os.getpid()
+
+def swallow():
+    with InsistentSignals():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            pass
+
+try:
+    forkserver.call_in_fork(time.sleep, 1000.0, meanwhile=swallow)
+except Interrupted as ended:
+    print(ended.number.name)
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    print("no process is left")
+"""
+
+
+def test_a_signal_during_imports_ends_what_runs_beside_them() -> None:
+    # A plain process: torch is not imported, so composing takes one of its own.
+    script = subprocess.run(
+        [sys.executable, "-c", BESIDE], stdout=subprocess.PIPE, text=True, timeout=60, check=True, env=environment()
+    )
+    assert script.stdout == "SIGINT\nno process is left\n"
