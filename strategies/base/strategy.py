@@ -207,7 +207,7 @@ class LayoutStrategy(Strategy):
     @property
     def precision_plugin(self) -> Precision:
         """The precision plugin; Lightning's are replaced by versions for sharded gradients."""
-        return super().precision_plugin if self._precision_plugin is None else self._precision_plugin
+        return self._precision_plugin or super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -230,7 +230,6 @@ class LayoutStrategy(Strategy):
         if self._compares_weights:
             self._compares_weights = False
             same_model.refuse_varying_weights(self)
-        # Like Lightning's, plus averaging.
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -240,6 +239,10 @@ class LayoutStrategy(Strategy):
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step like Lightning's, without its look-ups."""
+        return self.precision_plugin.optimizer_step(optimizer, model or self.lightning_module, closure, **kwargs)
 
     def _complete_gradients(self) -> None:
         """Move this replica's gradients to where the optimizer reads them, before averaging."""
@@ -285,8 +288,7 @@ class LayoutStrategy(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Prepare a step: make a due certificate and include newly unfrozen parameters."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self.certificate.is_on:
+        if self.certificate.is_on:  # Lightning's has nothing to do
             self.certificate.before(self, batch, batch_idx)
         if batch_idx == 0 or self._frozen:
             unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]

@@ -156,6 +156,18 @@ class _GradientRules(Precision):
 class FullPrecision(_GradientRules):
     """``precision="32"``: everything in single precision."""
 
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Step like Lightning's, through fewer calls."""
+
+        def completed() -> Any:
+            result = closure()
+            self._after_closure(model, optimizer)
+            return result
+
+        return optimizer.step(closure=completed, **kwargs)
+
 
 class FullDoublePrecision(_GradientRules, DoublePrecision):
     """``precision="64"``: everything in double precision."""

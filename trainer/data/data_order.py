@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
@@ -89,7 +90,8 @@ class DealingSampler(Sampler[list[int]]):
     def _position(self, dealing: Any, waves: int, before: Resumed | None) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _batch(self, dealing: Any, wave: int) -> list[int]:
+    def _reader(self, dealing: Any) -> Callable[[int], list[int]]:
+        """Return a function from a wave to the indices that this rank reads in it."""
         raise NotImplementedError
 
     @property
@@ -123,8 +125,9 @@ class DealingSampler(Sampler[list[int]]):
         resumed = None if passed else self._of_this_epoch
         dealing = self._deal(resumed, draw=True)
         first = 0 if resumed is None else resumed.first_batch
+        read = self._reader(dealing)
         for wave in range(len(dealing)):
-            batch = self._batch(dealing, wave)
+            batch = read(wave)
             self.drawn = first + wave + 1
             yield [Drawn(epoch, index) for index in batch] if self.with_epoch else batch  # type: ignore[misc]
 
@@ -255,8 +258,8 @@ class RankBatchSampler(DealingSampler):
         first = 0 if resumed is None else resumed.first_batch
         return InOrder(indices, start, waves, PassShares(self.shares, self.sampler.epoch, first))
 
-    def _batch(self, dealing: Dealing, wave: int) -> list[int]:
-        return dealing.batch(wave, self.data_rank)
+    def _reader(self, dealing: Dealing) -> Callable[[int], list[int]]:
+        return partial(dealing.batch, rank=self.data_rank)
 
     def _position(self, dealing: Dealing, waves: int, before: Resumed | None) -> dict[str, Any]:
         read = dealing.read(waves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from trainwright.trainer.data.data_order import DealingSampler, Resumed
@@ -61,9 +62,12 @@ class DealtBatchSampler(DealingSampler):
             self._dealt = (key, WholeBatches(batches, start, self.data_ranks))
         return self._dealt[1]
 
-    def _batch(self, dealing: WholeBatches, wave: int) -> list[int]:
-        batches = dealing.wave(wave)
-        return batches[self.data_rank] if self.data_rank < len(batches) else batches[0][:1]
+    def _reader(self, dealing: WholeBatches) -> Callable[[int], list[int]]:
+        def read(wave: int) -> list[int]:
+            batches = dealing.wave(wave)
+            return batches[self.data_rank] if self.data_rank < len(batches) else batches[0][:1]
+
+        return read
 
     def _position(self, dealing: WholeBatches, waves: int, before: Resumed | None) -> dict[str, Any]:
         return {"samples": dealing.samples(waves), "history": []}

@@ -208,7 +208,8 @@ class InOrder:
         self._shares = shares
         self._indices = indices
         self._start = start
-        self._starts: dict[int, range] = {}  # of each rank
+        self._micro = waves.micro_batch_size
+        self._starts: dict[int, range] = {}  # of each rank's full batches, where parts are equal
 
     def __len__(self) -> int:
         return len(self.waves)
@@ -224,6 +225,10 @@ class InOrder:
 
     def batch(self, wave: int, rank: int) -> list[int]:
         """Return the indices that ``rank`` reads in ``wave``; another rank's sample if it has none."""
+        starts = self._starts.get(rank)
+        if starts is not None and wave < len(starts):  # most batches; saves a call
+            first = self._start + starts[wave]
+            return list(self._indices[first : first + self._micro])
         first, last = self._part(wave, rank)
         if first == last:
             first = self.waves.bounds(wave)[0]
@@ -242,7 +247,7 @@ class InOrder:
                 starts = self._starts[rank] = self.waves.starts(rank)
             if wave >= len(starts):
                 return self.waves.share(wave, rank)
-            return starts[wave], starts[wave] + self.waves.micro_batch_size
+            return starts[wave], starts[wave] + self._micro
         begin, end = self.waves.bounds(wave)
         first, last = self._shares.part(wave, end - begin, rank)
         return begin + first, begin + last

@@ -96,10 +96,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._validates = self._should_check_val_epoch() or any(
             config.reduce_on_plateau for config in trainer.strategy.lr_scheduler_configs
         )
-        self.hooks = self.automatic_optimization.hooks = HookTable(trainer)
+        self.hooks = HookTable(trainer)
         if hasattr(trainer.precision_plugin, "hooks"):
             trainer.precision_plugin.hooks = self.hooks if passes_through else None
-        self.automatic_optimization.loss_divisor = LossDivisor(
+        loss_divisor = LossDivisor(
             None if loader is None else weigher_of(loader),
             trainer.accumulate_grad_batches,
             # With manual optimization the user defines a step; then each wave counts by itself.
@@ -108,12 +108,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
         )
         if trainer.token_weights is not None:
             refuse_impossible(trainer.token_weights, module)
-        self.automatic_optimization.token_weights = trainer.token_weights
+        self.automatic_optimization.begin(self.hooks, loss_divisor, trainer.token_weights)
         self._step_takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._moves_batch = type(trainer.precision_plugin).convert_input is not FabricPrecision.convert_input or any(
             self.hooks.data_overrides(hook)
             for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         )
+        self._device = trainer.strategy.root_device
         if self._lean:
             data_fetcher._start_profiler = data_fetcher._stop_profiler = lambda: None
             self._next = reader_of(data_fetcher)
@@ -234,14 +235,18 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def _advance(self, data_fetcher: _DataFetcher) -> None:
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
-        if self.val_loop.restarting:
+        if self.val_loop._restarting:
             self.val_loop.restarting = False  # recursive, and slow
         batch = self._next(data_fetcher)
         self.phases.begin(HOOKS)
-        batch_idx = progress.current.ready
+        # Counted here rather than by five methods.
+        counts: Any = progress.current
+        totals: Any = progress.total
+        batch_idx = counts.ready
         progress.is_last_batch = data_fetcher.done
-        batch = self._to_device(batch)
-        progress.increment_ready()
+        if self._moves_batch or not is_on_device(batch, self._device):
+            batch = self._to_device(batch)
+        counts.ready, totals.ready = counts.ready + 1, totals.ready + 1
         self._steps = not self._should_accumulate()
         connector = trainer._logger_connector
         # The connector's `on_batch_start`, without its three look-ups of the stage.
@@ -259,22 +264,24 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 progress.increment_processed()
                 self._step_schedulers()
                 raise StopIteration
-            progress.increment_started()
+            counts.started, totals.started = counts.started + 1, totals.started + 1
             if self.automatic_optimization.loss_divisor.is_regular(batch_idx):  # type: ignore[union-attr]
                 outputs = self._optimize(batch, batch_idx)
             else:
                 with self._padded_or_weighted(batch_idx):
                     outputs = self._optimize(batch, batch_idx)
         self.phases.begin(HOOKS)
-        progress.increment_processed()
+        counts.processed, totals.processed = counts.processed + 1, totals.processed + 1
         if self._leased is not None:
             self._settle_leases()
         if trainer.strategy.lr_scheduler_configs:
             self._step_schedulers()
         if "on_train_batch_end" in hooks.heard:
             hooks.call("on_train_batch_end", outputs, batch, batch_idx)
-        self._record(connector)
-        progress.increment_completed()
+        if self._results:
+            self._record(connector)
+        self._results.batch = self._results.batch_size = None
+        counts.completed, totals.completed = counts.completed + 1, totals.completed + 1
         if self._results:
             connector.update_train_step_metrics()
 
@@ -333,18 +340,14 @@ class LeanEpochLoop(_TrainingEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _record(self, connector: Any) -> None:
-        results = self._results
-        if results:  # the connector's `on_batch_end`, without its six look-ups of the stage
-            found = results.metrics(True)
-            connector._progress_bar_metrics.update(found["pbar"])
-            connector._callback_metrics.update(found["callback"])
-            connector._logged_metrics.update(found["log"])
-        results.batch = results.batch_size = None
+        # The connector's `on_batch_end`, without its six look-ups of the stage.
+        found = self._results.metrics(True)
+        connector._progress_bar_metrics.update(found["pbar"])
+        connector._callback_metrics.update(found["callback"])
+        connector._logged_metrics.update(found["log"])
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self.trainer
-        if not self._moves_batch and is_on_device(batch, trainer.strategy.root_device):
-            return batch
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -415,7 +418,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         steps = self._steps if self._leased is None else not self._should_accumulate()
         if steps and not self.dropped:
             self._batches_that_stepped += 1
-        self._save_loggers_on_train_batch_end()
+        if self.trainer.should_stop:
+            self._save_loggers_on_train_batch_end()
 
     def leave_validation(self) -> None:
         """Undo the counts of the current validation, so that a run saved now starts with the whole of it."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -104,17 +104,23 @@ class LeanOptimization(_AutomaticOptimization):
     token_weights: TokenWeights | None = None
     hooks: HookTable
     phases: Phases
+    _closure: _LeanClosure
+
+    def begin(self, hooks: HookTable, loss_divisor: LossDivisor, token_weights: TokenWeights | None) -> None:
+        """Begin an epoch."""
+        self.hooks, self.loss_divisor, self.token_weights = hooks, loss_divisor, token_weights
+        self._closure = _LeanClosure(self)
 
     def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
         """Run like :meth:`run`, without looking up hooks that are not overridden."""
-        closure = _LeanClosure(self, optimizer, batch_idx, args)
-        strategy = self.trainer.strategy
+        closure, strategy = self._closure, self.trainer.strategy
+        closure.take(optimizer, batch_idx, args)
         if stepping or strategy.handles_gradient_accumulation:
             self._step_lean(optimizer, batch_idx, closure, stepping)
         else:
             with _block_parallel_sync_behavior(strategy, block=True):
                 closure()
-        result = closure.result
+        result = closure.give_back()
         if result is None:
             raise MisconfigurationException(
                 "The closure hasn't been executed: optimizer_step of the module, or step of the optimizer, did not "
@@ -127,8 +133,10 @@ class LeanOptimization(_AutomaticOptimization):
     ) -> None:
         trainer, progress = self.trainer, self.optim_progress.optimizer.step
         module = trainer.lightning_module
+        total: Any = progress.total
+        current: Any = progress.current
         if stepping:
-            progress.increment_ready()
+            total.ready, current.ready = total.ready + 1, current.ready + 1
         names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_step"
         try:
@@ -141,7 +149,7 @@ class LeanOptimization(_AutomaticOptimization):
             self._drop()
         else:
             if stepping:
-                progress.increment_completed()
+                total.completed, current.completed = total.completed + 1, current.completed + 1
         names["_current_fx_name"] = before
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Callable[[], Tensor | None]) -> None:
@@ -224,29 +232,40 @@ class LeanOptimization(_AutomaticOptimization):
 
 
 class _LeanClosure:
-    """Forward, zero_grad and backward of one micro-batch."""
+    """Forward, zero_grad and backward of the micro-batches of an epoch, of one at a time."""
 
-    def __init__(self, loop: LeanOptimization, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...]) -> None:
-        self._loop = loop
-        self._optimizer = optimizer
-        self._batch_idx = batch_idx
-        self._args = args
-        self.result: ClosureResult | None = None
+    _optimizer: Optimizer
+    _batch_idx: int
+
+    def __init__(self, loop: LeanOptimization) -> None:
+        trainer: Any = loop.trainer
+        self._loop, self._trainer = loop, trainer
+        self._module, self._strategy = trainer.lightning_module, trainer.strategy
+        # Absent on Lightning's own strategies.
+        self._zeroes_first = getattr(trainer.strategy, "traits", Traits).backward_in_step
+        self._progress: Any = loop.optim_progress.optimizer.zero_grad
+        self._args: tuple[Any, ...] = ()
+        self._result: ClosureResult | None = None
+
+    def take(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...]) -> None:
+        """Take the next micro-batch."""
+        self._optimizer, self._batch_idx, self._args, self._result = optimizer, batch_idx, args, None
+
+    def give_back(self) -> ClosureResult | None:
+        """Return the result, if the closure was called, and hold nothing of the micro-batch any more."""
+        result, self._result, self._args = self._result, None, ()
+        return result
 
     def __call__(self) -> Tensor | None:
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self()
-        loop, trainer = self._loop, self._loop.trainer
-        module = trainer.lightning_module
-        strategy: Any = trainer.strategy
-        names = module.__dict__
-        assert loop.loss_divisor is not None
-        divisor = loop.loss_divisor.divisor(self._batch_idx)
-        zeroes_first = getattr(strategy, "traits", Traits).backward_in_step  # absent on Lightning's own strategies
+        loop, strategy, names = self._loop, self._strategy, self._module.__dict__
+        divisor = loop.loss_divisor.divisor(self._batch_idx)  # type: ignore[union-attr]
+        zeroes_first = self._zeroes_first
         if zeroes_first:
             strategy.loss_divisor = divisor
-            self._zero_grad(module)
+            self._zero_grad(names)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
         loop.phases.begin(FORWARD)
         if loop.token_weights is None:
@@ -256,45 +275,44 @@ class _LeanClosure:
                 output = strategy.training_step(*self._args)
         names["_current_fx_name"] = before
         if output is None:
-            _refuse_none(trainer)
+            _refuse_none(self._trainer)
         if zeroes_first:  # after the step, which may read what the hook updates
             self._before_zero_grad()
-        self.result = result = _scaled(output, divisor)
+        self._result = result = _scaled(output, divisor)
         if loop._skip_backward:
             return result.loss
         if not zeroes_first:
             self._before_zero_grad()
-            self._zero_grad(module)
-        loop.apply_weights(result, output, divisor)
+            self._zero_grad(names)
+        if loop.token_weights is not None:
+            loop.apply_weights(result, output, divisor)
         if result.closure_loss is not None:
             loop.phases.begin(BACKWARD)
             names["_current_fx_name"] = "backward"
             strategy.backward(result.closure_loss, self._optimizer)
             names["_current_fx_name"] = before
-        loop.correct_gradients()
+        if loop.token_weights is not None:
+            loop.correct_gradients()
         loop.phases.begin(OPTIMIZER)
         return result.loss
 
-    def _is_zeroed(self) -> bool:
-        return not self._batch_idx % self._loop.trainer.accumulate_grad_batches
-
     def _before_zero_grad(self) -> None:
-        if self._is_zeroed() and "on_before_zero_grad" in self._loop.hooks.heard:
+        if "on_before_zero_grad" in self._loop.hooks.heard and not self._accumulates():
             self._loop.hooks.call("on_before_zero_grad", self._optimizer)
 
-    def _zero_grad(self, module: LightningModule) -> None:
-        if not self._is_zeroed():
+    def _zero_grad(self, names: dict[str, Any]) -> None:
+        if self._accumulates():
             return
-        trainer = self._loop.trainer
-        progress: Any = self._loop.optim_progress.optimizer.zero_grad
-        total, current = progress.total, progress.current
+        total, current = self._progress.total, self._progress.current
         total.ready, current.ready = total.ready + 1, current.ready + 1
         total.started, current.started = total.started + 1, current.started + 1
-        names = module.__dict__
         before, names["_current_fx_name"] = names["_current_fx_name"], "optimizer_zero_grad"
-        module.optimizer_zero_grad(trainer.current_epoch, self._batch_idx, self._optimizer)
+        self._module.optimizer_zero_grad(self._trainer.current_epoch, self._batch_idx, self._optimizer)
         names["_current_fx_name"] = before
         total.completed, current.completed = total.completed + 1, current.completed + 1
+
+    def _accumulates(self) -> bool:
+        return bool(self._batch_idx % self._trainer.accumulate_grad_batches)
 
 
 def reset_unscaled(trainer: Trainer) -> None:
