@@ -115,12 +115,14 @@ class LeanOptimization(_AutomaticOptimization):
         """Run like :meth:`run`, without looking up hooks that are not overridden."""
         closure, strategy = self._closure, self.trainer.strategy
         closure.take(optimizer, batch_idx, args)
-        if stepping or strategy.handles_gradient_accumulation:
-            self._step_lean(optimizer, batch_idx, closure, stepping)
-        else:
-            with _block_parallel_sync_behavior(strategy, block=True):
-                closure()
-        result = closure.give_back()
+        try:
+            if stepping or strategy.handles_gradient_accumulation:
+                self._step_lean(optimizer, batch_idx, closure, stepping)
+            else:
+                with _block_parallel_sync_behavior(strategy, block=True):
+                    closure()
+        finally:  # after an error, too: a graph that is kept would keep groups, for which other ranks wait
+            result = closure.give_back()
         if result is None:
             raise MisconfigurationException(
                 "The closure hasn't been executed: optimizer_step of the module, or step of the optimizer, did not "
