@@ -240,10 +240,6 @@ class LayoutStrategy(Strategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step like Lightning's, without its look-ups."""
-        return self.precision_plugin.optimizer_step(optimizer, model or self.lightning_module, closure, **kwargs)
-
     def _complete_gradients(self) -> None:
         """Move this replica's gradients to where the optimizer reads them, before averaging."""
 
