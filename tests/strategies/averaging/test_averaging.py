@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 
-from tests.parity.harness import Case, bare_loop, differences, train
+from tests.parity.harness import QUIET, Case, bare_loop, differences, train
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.means import ReplicaMeans
 from trainwright.strategies.contract.communication.calls import listen
@@ -26,6 +29,7 @@ from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.data.ddp_options import DDPOptions
 from trainwright.strategies.data.sharding.reducer import GradientReducer
 from trainwright.strategies.state.shards import ParameterShard, ShardBucket
+from trainwright.trainer.trainer import Trainer
 
 BUCKETS = 4
 NUMEL = 1002  # no multiple of four
@@ -151,3 +155,33 @@ def test_buckets_in_flight_hold_their_memory_once(ranks):
     for alive, on_their_way in ranks(held_while_sending, 2):
         assert alive == [0] * BUCKETS, "gradients are gone when they are packed"
         assert on_their_way == [0] + [1] * (BUCKETS - 1), "room is made before the next is packed"
+
+
+class _Row(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(self.layer.weight.detach().clone())
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def local_sgd_of_torch() -> list[Tensor]:
+    """Return the weights before each of six steps and at the end; the last four are local."""
+    state = PostLocalSGDState(process_group=None, subgroup=dist.new_subgroups(1)[0], start_localSGD_iter=2)
+    strategy = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=3)
+    module = _Row()
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    Trainer(strategy=strategy, devices=2, max_steps=6, **QUIET).fit(module, DataLoader(rows, batch_size=1))
+    return [*module.seen, module.layer.weight.detach()]
+
+
+def test_models_are_averaged_by_lightning(ranks):
+    first, second = ranks(local_sgd_of_torch, 2)
+    equal = [torch.equal(own, other) for own, other in zip(first, second, strict=True)]
+    assert equal == [True, True, True, True, False, False, True]  # averaged after the third and the sixth
