@@ -167,21 +167,19 @@ def call_in_fork(function: Callable[..., Any], *arguments: Any, meanwhile: Calla
     """Call a function in a fork of this process and something else in this one.
 
     Where a fork is unsafe (this process has threads, or is not on Linux) or gains nothing (it has imported torch, or
-    has one core), both are called here.
+    has one core), the function is called here, and nothing meanwhile.
 
     Args:
         function: with a picklable result; what else it changes is lost with its process.
         *arguments: of the function.
-        meanwhile: called in this process; imports torch.
+        meanwhile: imports that this process will probably need.
 
     Raises:
         ConfigError: raised by the function, or naming its failure.
     """
     gains = num_cores() > 1 and "torch" not in sys.modules
     if not gains or threading.active_count() > 1 or sys.platform != "linux":
-        answer = function(*arguments)
-        meanwhile()
-        return answer
+        return function(*arguments)
     return _call("fork", function, arguments, meanwhile)
 
 
@@ -202,7 +200,8 @@ def _call(
         process.join()
         raise ConfigError([f"{function.__name__} ended without an answer (exit code {process.exitcode})"]) from None
     except BaseException:
-        process.kill()
+        if process.is_alive():
+            process.kill()
         raise
     finally:
         ours.close()

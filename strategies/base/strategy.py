@@ -284,7 +284,8 @@ class LayoutStrategy(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Prepare a step: make a due certificate and include newly unfrozen parameters."""
-        if self.certificate.is_on:  # Lightning's has nothing to do
+        # Without super(): Lightning's does nothing.
+        if self.certificate.is_on:
             self.certificate.before(self, batch, batch_idx)
         if batch_idx == 0 or self._frozen:
             unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]

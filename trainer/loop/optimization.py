@@ -286,15 +286,13 @@ class _LeanClosure:
         if not zeroes_first:
             self._before_zero_grad()
             self._zero_grad(names)
-        if loop.token_weights is not None:
-            loop.apply_weights(result, output, divisor)
+        loop.apply_weights(result, output, divisor)
         if result.closure_loss is not None:
             loop.phases.begin(BACKWARD)
             names["_current_fx_name"] = "backward"
             strategy.backward(result.closure_loss, self._optimizer)
             names["_current_fx_name"] = before
-        if loop.token_weights is not None:
-            loop.correct_gradients()
+        loop.correct_gradients()
         loop.phases.begin(OPTIMIZER)
         return result.loss
 
