@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as _EmptyStateDictLoadPlanner
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
     from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "_EmptyStateDictLoadPlanner": "torch.distributed.checkpoint.default_planner",
+    "FSDPParam": "torch.distributed.fsdp._fully_shard._fsdp_param",
     "FSDPParamGroup": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     "TrainingState": "torch.distributed.fsdp._fully_shard._fsdp_common",
     "stage_backward_input": "torch.distributed.pipelining._backward",

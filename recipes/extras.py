@@ -13,7 +13,7 @@ MISSING = (
 MISSING_TORCHAO = (
     'module.float8={given} needs torchao, which is not installed. Type: pip install "trainwright[torchao]"'
 )
-FLOAT8_RECIPES = ("rowwise", "tensorwise")
+FLOAT8_RECIPES = ("rowwise", "tensorwise", "mxfp8")
 """Scaling of float8 numbers, by torchao's names."""
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -98,16 +98,15 @@ class NeighbourCopies:
 
         def run() -> None:
             try:
-                header = torch.empty(0, dtype=torch.uint8)
-                if staged is not None:
+                with ring.agreeing(problem):
+                    assert staged is not None
                     staged.wait()
                     header = pack(content, step)
-                ring.agree(problem)
-                assert staged is not None
                 generation.own = Snapshot(step, replace(content, tensors=staged.tensors))
                 if ring.size > 1:
                     generation.guest = (step, *ring.exchange((header, staged.block), generation.arena))
-                ring.agree(None)  # from here on the previous generation may be overwritten
+                with ring.agreeing():
+                    pass  # from here on the previous generation may be overwritten
             except BaseException as error:
                 self._error = error
 
@@ -203,8 +202,13 @@ class _Ring:
         """Return the values of all ranks."""
         return [value] if self._group is None else all_gather_values(value, self._group)
 
-    def agree(self, problem: BaseException | None) -> None:
-        """Raise on every rank if one has a problem."""
+    @contextmanager
+    def agreeing(self, problem: BaseException | None = None) -> Iterator[None]:
+        """Raise on every rank if one has a problem, or an error inside."""
+        try:
+            yield
+        except Exception as error:
+            problem = problem or error
         found = problems_of_ranks(None if problem is None else str(problem) or type(problem).__name__, self._group)
         if found:
             raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in found.items())) from problem
@@ -216,13 +220,8 @@ class _Ring:
         theirs = torch.empty_like(sizes)
         wait_for([*self._start(dist.isend, [sizes], keeper), *self._start(dist.irecv, [theirs], kept)])
         lengths = theirs.tolist()
-        problem: BaseException | None = None
-        parts: list[Tensor] = []
-        try:
+        with self.agreeing():  # one may run out of memory
             parts = [torch.empty(lengths[0], dtype=torch.uint8), arena.reserve(lengths[1])]
-        except Exception as error:  # out of memory
-            problem = error
-        self.agree(problem)
         wait_for([*self._start(dist.isend, own, keeper), *self._start(dist.irecv, parts, kept)])
         return parts[0], parts[1]
 

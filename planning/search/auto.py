@@ -142,6 +142,7 @@ def _cut(cfg: DictConfig, layout: Layout) -> ModelCut:
         sequence_parallel=bool(strategy.get("sequence_parallel")),
         loss_parallel=bool(strategy.get("loss_parallel")),
         attention=strategy.get("attention") or "ring",
+        balance=bool(strategy.get("balance", True)),
         # Savings of selective checkpointing depend on the modules, so none are assumed.
         checkpointing="full" if checkpointing == "full" else "none",
     )

@@ -11,23 +11,30 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.core.config.options import refuse
 from trainwright.strategies.plan.names import folded
+from trainwright.strategies.state.wrapped_tensors import is_wrapped
 
 
 def check_memory(module: nn.Module) -> None:
     """Store parameters so that ranks can hold parts of them.
 
     Raises:
-        ValueError: if two share memory.
+        ValueError: if two share memory, or one wraps other tensors.
     """
     refuse(memory_problems(module))
     store_contiguously(module)
 
 
 def memory_problems(module: nn.Module) -> Iterator[str]:
-    """Yield each pair of distinct parameters that share memory, which parts of them would not."""
+    """Yield what keeps ranks from holding parts: tensors that wrap others, distinct parameters in the same memory."""
     spans = []
     for name, p in module.named_parameters():
-        if p.numel() and not p.is_meta and not isinstance(p, DTensor):
+        if is_wrapped(p):
+            yield (
+                f"{name} is a {type(p).__name__}, which wraps other tensors, and ranks would hold parts of it. Use a "
+                "plain parameter (for torchao's Float8Linear: enable_fsdp_float8_all_gather=False; strategy=zero3 "
+                "gathers its weights in float8 by itself), or type strategy=ddp"
+            )
+        elif p.numel() and not p.is_meta and not isinstance(p, DTensor):
             last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             start = p.storage_offset() * p.element_size()
             end = start + (last + 1) * p.element_size()

@@ -490,5 +490,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         return {name: Share(slots[id(p)], p.shape, p) for name, p in named if not self.tables.has(p)}
 
     def _drop_prefetched(self) -> None:
-        if self._step is not None and self._prefetch:
-            drop_prefetched(self._step)
+        if self._step is not None:
+            self._step.scales.forget()
+            if self._prefetch:
+                drop_prefetched(self._step)

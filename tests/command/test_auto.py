@@ -17,10 +17,12 @@ from trainwright import compose, run
 from trainwright.checkpoint.foreign.export import export
 from trainwright.command import auto
 from trainwright.command.run import choose, plan, prepare
+from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.launcher import Launcher
 from trainwright.launch.ranks.forkserver import call_in_subprocess
 from trainwright.launch.recovery.sizes import feasible
+from trainwright.planning.search.auto import _cut
 
 TINY = [
     "module.config.layers=4", "module.config.dim=16", "module.config.heads=2", "module.config.seq_len=16",
@@ -240,6 +242,12 @@ def test_simplest_of_equally_fast_layouts() -> None:
     slow = candidate("zero1", 1.1)
     assert auto._order([fastest, alike, slow]) == [alike, fastest, slow]
     assert auto._order([fastest, slow]) == [fastest, slow]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_prediction_uses_the_balance_of_the_context_axis(given: bool) -> None:
+    cfg = OmegaConf.create({"strategy": {"balance": given}})
+    assert _cut(cfg, Layout(context=2)).balance is given
 
 
 def _refuse() -> None:

@@ -1,13 +1,16 @@
 """Recipes with linear layers in float8, emulated on the CPU."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 from torchao.float8.float8_linear import Float8Linear
 
 from tests.parity.harness import Recorder, make_trainer, world_size
@@ -18,6 +21,7 @@ from trainwright.recipes.extras import check_float8
 from trainwright.recipes.float8 import to_float8
 from trainwright.recipes.gpt.model import GPT, GPTConfig
 from trainwright.recipes.gpt.module import GPTModule
+from trainwright.strategies.contract.communication.calls import listen
 
 SIZES = GPTConfig(layers=4, dim=64, heads=4, seq_len=32)
 # Of a loss: float8 numbers have 3 bits besides the leading one.
@@ -50,17 +54,89 @@ def folder(tmp_path: Path) -> str:
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 @pytest.mark.parametrize(
     "options",
     [{"stage": 1}, {"stage": 3}, {"tensor": 2, "shard": 1}, {"pipeline": 2, "shard": 1}, {"context": 2, "shard": 1}],
     ids=str,
 )
-def test_layouts_stay_near_one_process(ranks: Any, reference: Any, folder: str, options: dict[str, Any]) -> None:
-    plain, expected = (reference(losses, folder, None, float8) for float8 in (None, "rowwise"))
+def test_layouts_stay_near_one_process(
+    ranks: Any, reference: Any, folder: str, options: dict[str, Any], recipe: str
+) -> None:
+    plain, expected = (reference(losses, folder, None, float8) for float8 in (None, recipe))
     assert expected != plain
     assert expected == pytest.approx(plain, rel=BOUND)
-    for found in ranks(losses, 2, folder, options):
+    for found in ranks(losses, 2, folder, options, recipe):
         assert found == pytest.approx(expected, rel=BOUND)
+
+
+def gathered(folder: str) -> dict[str, tuple[list[float], int]]:
+    found = {}
+    for name, options, recipe in (
+        ("ddp", {"replicate": 3, "shard": 1}, "tensorwise"),
+        ("float8", {"stage": 3}, "tensorwise"),
+        ("offloaded", {"stage": 3, "prefetch": 1, "offload": "parameters"}, "tensorwise"),
+        ("fp32", {"stage": 3}, "rowwise"),
+    ):
+        calls: list[Any] = []
+        end = listen(calls.append)
+        seen = losses(folder, options, recipe)
+        end()
+        found[name] = seen, sum(call.size for call in calls if call.kind == "all_gather")
+    return found
+
+
+def test_zero3_gathers_weights_in_float8(ranks: Any, folder: str) -> None:
+    weights = [p for p in GPT(SIZES).blocks.parameters() if p.dim() > 1]
+    padded = sum(math.ceil(len(p) / 3) * 3 * p.shape[1] for p in weights)
+    for found in ranks(gathered, 3, folder):
+        expected, _ = found["ddp"]
+        assert found["float8"][0] == found["offloaded"][0] == expected
+        assert found["fp32"][0] != expected
+        # Forward and backward of three steps and of the certificate gather one byte instead of four.
+        assert found["fp32"][1] - found["float8"][1] == 8 * 3 * padded
+
+
+class OnlyLinear(pl.LightningModule):
+    """Has nothing but float8 weights in its blocks, and changes weights and its way of training between gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
+        to_float8(self, "tensorwise")
+        self.automatic_optimization = False
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            loss = self.layers[1](self.layers[0](batch)).square().mean()
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.seen.append(float(loss))
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.mul_(1.5)
+        self.seen.append(float(self.layers[0](batch).sum()))
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), lr=0.5)
+
+
+def manual(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    module = OnlyLinear()
+    trainer = make_trainer(strategy, precision="bf16-mixed", max_steps=4, max_epochs=-1)
+    trainer.fit(module, DataLoader(torch.randn(8, 32, generator=torch.Generator().manual_seed(1)), batch_size=2))
+    return module.seen
+
+
+def test_float8_gathers_follow_changed_weights(ranks: Any) -> None:
+    for found, expected in zip(ranks(manual, 2, "zero3"), ranks(manual, 2, "ddp"), strict=True):
+        assert len(found) == 6
+        assert found == expected
 
 
 def test_tensorwise_scales_of_parts_are_refused_as_inexact(ranks: Any, folder: str) -> None:
@@ -91,11 +167,23 @@ def test_only_layers_of_blocks_are_converted() -> None:
     assert float(model.blocks[0].attention.out.weight.std()) == pytest.approx(std, rel=0.2)  # not nn.Linear's
 
 
-def test_refused() -> None:
+def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="float8=row .allowed: rowwise, tensorwise"):
         to_float8(GPT(SIZES), "row")
     with pytest.raises(ValueError, match="no nn.Linear in an nn.ModuleList whose sizes are multiples of 16"):
         to_float8(nn.ModuleList([nn.Linear(8, 8)]), "rowwise")
+    with pytest.raises(ValueError, match="multiples of 32"):
+        to_float8(nn.ModuleList([nn.Linear(48, 32)]), "mxfp8")
+    model = nn.Sequential(nn.ModuleList([nn.Linear(32, 64)]))
+    to_float8(model, "mxfp8")
+    layer = model[0][0]
+    layer.weight = nn.Parameter(layer.weight[:48])  # of one rank
+    with pytest.raises(ValueError, match="mxfp8: 48 outputs of a layer on one rank"):
+        layer(torch.randn(4, 32))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(ValueError, match="capability 10.0 or more .B200.; this one has 9.0"):
+        to_float8(GPT(SIZES), "mxfp8")
 
 
 @pytest.mark.parametrize("recipe", ["gpt", "hf_causal_lm"])

@@ -115,10 +115,15 @@ def _split_within(block: FSDPModule) -> list[FSDPModule]:
 
 
 def gathered_bytes(block: FSDPModule) -> int:
-    """Return the bytes of a block's parameters as FSDP2 gathers them, some in 16 bit, including nested modules."""
+    """Return the bytes of a block's parameters as FSDP2 gathers them, some in 8 or 16 bit, including nested modules."""
     assert isinstance(block, nn.Module)
     parameters = [each for group in all_parameter_groups(block) for each in group.fsdp_params]
-    return sum(each._orig_size.numel() * (each.param_dtype or each.orig_dtype).itemsize for each in parameters)
+    return sum(each._orig_size.numel() * _gathered_dtype(each).itemsize for each in parameters)
+
+
+def _gathered_dtype(parameter: Any) -> torch.dtype:
+    found: torch.dtype = getattr(parameter, "gathered_dtype", parameter.param_dtype or parameter.orig_dtype)
+    return found
 
 
 def whole_bytes(block: FSDPModule) -> int:

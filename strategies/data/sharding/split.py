@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainwright.core.lightning_internals import _update_properties
 from trainwright.strategies.base.parameter_memory import keep_in_place
 from trainwright.strategies.contract.precision import autocast_dtype, named_dtype
+from trainwright.strategies.data.sharding.float8 import Scales, float8_layers, gather_in_float8
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
 from trainwright.strategies.data.sharding.gathering import all_parameter_groups
 from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
@@ -90,6 +91,7 @@ class Splitter:
             each._post_load_hook_handle.remove()
         run_when_gathered(step, hooks)
         step.writes = GatheredWrites(step._get_fsdp_state())
+        step.scales = Scales(step)
         shard_weights_on_load(module)
         GatherOnCall(step, module, blocks.values())
         object.__setattr__(module, "_trainwright_step", step)
@@ -97,7 +99,9 @@ class Splitter:
 
     def _split_block(self, block: nn.Module, options: Mapping[str, Any]) -> None:
         dtype = autocast_dtype(self._strategy.precision_plugin)
+        float8 = float8_layers(block)
         rounded = exchanged_rounded(block, self._strategy.options.param_dtype) if dtype else {}
+        rounded = {name: p for name, p in rounded.items() if name not in float8}
         if rounded:
             # FSDP2 would reduce gradients of rounded weights in 16 bit.
             stored = next((p.dtype for p in block.parameters() if p.requires_grad), torch.float32)
@@ -106,6 +110,7 @@ class Splitter:
         fully_shard(block, **options)
         if rounded and dtype:
             gather_rounded(block, rounded, dtype)
+        gather_in_float8(block, float8)
 
     def _policy(self, reduced_in: torch.dtype | None) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(reduce_dtype=named_dtype(self._strategy.options.reduce_dtype) or reduced_in)

@@ -19,6 +19,7 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.kept_parameters import KeptParameter, present
 from trainwright.strategies.base.whole.gathered import gathered, is_write, mean_over, ranks_of
 from trainwright.strategies.base.whole.watch import UseWatch, is_elementwise
+from trainwright.strategies.data.sharding.float8 import Scales
 from trainwright.strategies.data.sharding.gathered_writes import (
     SET_DATA,
     GatheredWrites,
@@ -104,7 +105,14 @@ class Step(nn.Module):
         self.uses = SplitUses(module, lambda: self.writes.gathered())
         # Called inside the root's hooks; a pipeline ends a stage's part of the step there.
         self.guard: Callable[[Callable[[], Any]], Any] = call
-        self.writes: GatheredWrites  # set once it is sharded
+        # Set once it is sharded.
+        self.writes: GatheredWrites
+        self.scales: Scales
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the user's module: see :meth:`forward`."""
+        self.scales.compute()  # before the root's hooks gather
+        return super().__call__(*args, **kwargs)
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.running = True

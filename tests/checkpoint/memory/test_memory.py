@@ -7,7 +7,8 @@ import torch.distributed as dist
 from tests.checkpoint.write.test_save import group as new_group
 from tests.checkpoint.write.test_save import rank_and_size
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.memory.replicas import NeighbourCopies
+from trainwright.checkpoint.memory import replicas
+from trainwright.checkpoint.memory.replicas import NeighbourCopies, pack
 from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.errors import CheckpointError
@@ -137,18 +138,21 @@ def break_at(copies, moment):
     if moment == "copying":
         for generation in copies._generations:
             generation.staging.stage = fail
+    elif moment == "packing":
+        replicas.pack = fail
     else:
         for generation in copies._generations:
             generation.arena.reserve = fail
 
 
 def mend(copies):
+    replicas.pack = pack
     for generation in copies._generations:
         vars(generation.staging).pop("stage", None)
         vars(generation.arena).pop("reserve", None)
 
 
-@pytest.mark.parametrize("moment", ["copying", "receiving"])
+@pytest.mark.parametrize("moment", ["copying", "packing", "receiving"])
 def test_interrupted_copy_keeps_the_previous_one(ranks, moment):
     ranks(interrupt, 3, moment)
 

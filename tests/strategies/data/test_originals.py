@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from trainwright.strategies.base.parameter_memory import memory_problems, store_contiguously
 from trainwright.strategies.data.sharding.originals import Originals
@@ -101,6 +102,8 @@ def test_parameters_in_the_same_memory() -> None:
     net.head.weight = net.body.weight
     assert list(memory_problems(net)) == []  # one parameter
     assert list(memory_problems(nn.Linear(2, 2, device="meta"))) == []
+    net.body.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    assert next(memory_problems(net)).startswith("body.weight is a TwoTensor, which wraps other tensors")
 
 
 def test_transposed_weights_are_stored_contiguously() -> None:
