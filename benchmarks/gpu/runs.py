@@ -105,6 +105,7 @@ RUNS = (
     fit("zero1, bf16", "strategy=zero1", *_BF16, within=ROUNDED),
     fit("ddp, bf16", "strategy=ddp", *_BF16, within=ROUNDED),
     fit("zero3, float8", "strategy=zero3", *_BF16, "module.float8=rowwise", within=ROUNDED),
+    fit("zero3, float8 gathers", "strategy=zero3", *_BF16, *_FLOAT8, within=ROUNDED),
     fit("ddp, float8, compiled", "strategy=ddp", *_BF16, *_FLOAT8, "strategy.compile=true", within=ROUNDED),
     fit("single, bf16, compiled", "strategy=single", *_BF16, "strategy.compile=true", within=ROUNDED),
     fit("single, bf16-true", "strategy=single", "precision=bf16-true", within=None),
