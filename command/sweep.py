@@ -19,6 +19,7 @@ from trainwright.command.run import choose, launch, prepare
 from trainwright.command.schema.compose import compose_checked, config_loader, quote_paths
 from trainwright.command.schema.expansion import ImportReport, report_import
 from trainwright.core.config.masking import masked_words
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.failure import RankError
 from trainwright.core.problems import ConfigError
 from trainwright.core.run.run_directory import command_words, timestamp
@@ -89,8 +90,7 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
             else:
                 alternatives.append([text])
         except HydraException as error:
-            reason = str(error).splitlines()[0]
-            problems.append(f"{text}: this is not key=value ({reason}); type for example strategy=ddp,zero3")
+            problems.append(f"{text}: this is not key=value ({first_line(error)}); type for example strategy=ddp,zero3")
     if problems:
         raise ConfigError(problems)
     varies = [len(values) > 1 for values in alternatives]

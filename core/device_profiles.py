@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainwright.core.config.options import is_number
+from trainwright.core.failures.error_text import first_line
 
 AUTO, CPU = "auto", "cpu"
 MEASURED = Path("conf", "device", "mine.yaml")
@@ -290,9 +291,9 @@ def _measured(here: str) -> tuple[DeviceProfile | None, str]:
     try:
         profile = profile_from(dict(OmegaConf.to_container(OmegaConf.load(MEASURED))))  # type: ignore[arg-type]
     except (OSError, ValueError, TypeError, YAMLError) as error:
-        why = (str(error).splitlines() or [repr(error)])[0]
         raise ValueError(
-            f"device=auto: {MEASURED} cannot be used: {why}; type trainwright profile --overwrite, or device=<profile>"
+            f"device=auto: {MEASURED} cannot be used: {first_line(error)}; type trainwright profile --overwrite, or "
+            "device=<profile>"
         ) from error
     if profile.measured_on != here:
         of = profile.measured_on or "an unknown machine"

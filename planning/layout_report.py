@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _configure_optimizers
 from trainwright.core.text.plain import aligned
@@ -199,9 +200,7 @@ class OptimizerStates:
             made: Any = module.configure_optimizers()
             self.optimizers = _configure_optimizers(made)[0] if made is not None else ()
         except Exception as error:  # a user's code can raise anything without a Trainer
-            self.problem = (
-                f"configure_optimizers failed without a Trainer: {(str(error).splitlines() or [repr(error)])[0]}"
-            )
+            self.problem = f"configure_optimizers failed without a Trainer: {first_line(error)}"
             return
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -258,7 +257,7 @@ def report(cfg: DictConfig, layout: Layout) -> str:
     try:
         module = build_on_meta(cfg)
     except Exception as error:  # a user's constructor can raise anything without memory
-        why = (str(error).splitlines() or [repr(error)])[0]
+        why = first_line(error)
         return "\n\n".join([*parts, f"The module cannot be built without memory, so its plan is unknown: {why}"]) + "\n"
     options = engine_options_of(options_of(cfg.strategy))
     plan = plan_for(module, layout, options)

@@ -14,6 +14,7 @@ from trainwright.callbacks.monitor.records import emit, read_records, records_pa
 from trainwright.callbacks.steps import steps_done
 from trainwright.callbacks.windows import StopsWithTraining
 from trainwright.checkpoint.memory.snapshots import Snapshot
+from trainwright.core.failures.error_text import named_line
 from trainwright.core.run.phases import SAVING, VALIDATION
 from trainwright.core.run.traits import traits_of
 
@@ -69,9 +70,7 @@ class Events(StopsWithTraining):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report why the run ends."""
         what = "preempted" if isinstance(exception, Preempted) else "fault"
-        lines = str(exception).strip().splitlines()
-        name = type(exception).__name__
-        self._emit(trainer, what, f"{name}: {lines[0]}" if lines else name)
+        self._emit(trainer, what, named_line(exception))
         super().on_exception(trainer, pl_module, exception)
 
     def _stop(self) -> None:

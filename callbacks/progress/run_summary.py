@@ -14,6 +14,7 @@ from rich.console import Console
 from trainwright.callbacks.end.preemption import Preempted
 from trainwright.callbacks.progress.global_loss import losses_of
 from trainwright.callbacks.steps import steps_done
+from trainwright.core.failures.error_text import named_line
 from trainwright.core.failures.records import write_whole
 
 FILE = "summary.json"
@@ -44,9 +45,7 @@ class RunSummary(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the error."""
-        lines = str(exception).splitlines()
-        error = f"{type(exception).__name__}: {lines[0]}" if lines else type(exception).__name__
-        self._write(trainer, "preempted" if isinstance(exception, Preempted) else "failed", error)
+        self._write(trainer, "preempted" if isinstance(exception, Preempted) else "failed", named_line(exception))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print divergence next to the run's last lines."""

@@ -36,11 +36,11 @@ from trainwright.command.schema.compose_faults import (
     ComposeFault,
     extra_keys,
     fault_of,
-    first_line,
     key_of,
     render_fault,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
 from trainwright.core.tools import tool

@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
 from trainwright.strategies.averaging.compression import options as compression_options
@@ -157,11 +158,6 @@ def _example(path: str) -> str:
 def key_of(override: str) -> str:
     """Return the key, or the group, of an override."""
     return override.lstrip("+~").split("=", 1)[0]
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if the message is empty."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _without_search_path(message: str) -> str:

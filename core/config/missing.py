@@ -7,6 +7,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from trainwright.core.config.references import literal
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.problems import ConfigError
 
 
@@ -48,7 +49,7 @@ def resolved(cfg: DictConfig) -> DictConfig:
         found = OmegaConf.create(literal(OmegaConf.to_container(cfg, resolve=True)))
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError([f"{key}the reference cannot be resolved: {str(error).splitlines()[0]}"]) from error
+        raise ConfigError([f"{key}the reference cannot be resolved: {first_line(error)}"]) from error
     assert isinstance(found, DictConfig)
     return found
 

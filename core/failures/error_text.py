@@ -114,6 +114,17 @@ def message_of(error: BaseException) -> str:
         return f"(no text: __str__ of {type(error).__qualname__} raises {type(second).__name__})"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def named_line(error: BaseException) -> str:
+    """Return an error's class and the first line of its message."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 def _about_disk(error: BaseException) -> list[str]:
     advice = _DISK.get(error.errno or 0) if isinstance(error, OSError) else None
     return [] if advice is None else [f"{advice}. Type ckpt_path=last to resume from the latest checkpoint."]

@@ -25,6 +25,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from trainwright.core.failures.error_text import named_line
 from trainwright.core.layout import Layout
 from trainwright.core.torch_internals import FakeTensorMode
 from trainwright.core.torch_internals import _pytree as pytree
@@ -152,10 +153,10 @@ class ModelFacts:
             else:
                 self._ways = (with_values,)
                 return measured
-        lines = str(first).strip().splitlines() or [repr(first)]
+        assert first is not None
         raise fake_run.FactsError(
             f"training_step of {type(self.module).__name__} cannot be run without a Trainer and without memory, so "
-            f"its cost is unknown: {type(first).__name__}: {lines[0]}"
+            f"its cost is unknown: {named_line(first)}"
         ) from first
 
     def _twice(self, cut: ModelCut, with_values: bool) -> PassCost:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainwright.core.device_profiles import profile_of
+from trainwright.core.failures.error_text import first_line, named_line
 from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.planning.memory.peak import Held, held_by, moments
@@ -162,7 +163,7 @@ def _built(cfg: DictConfig) -> LightningModule:
     try:
         return build_on_meta(cfg)
     except Exception as error:
-        why = (str(error).splitlines() or [repr(error)])[0]
+        why = first_line(error)
         raise ConfigError([f"module: it cannot be built without memory, so it cannot be planned: {why}"]) from error
 
 
@@ -195,9 +196,8 @@ def one_batch(cfg: DictConfig, module: LightningModule) -> tuple[Any, int]:
             batch = next(iter(_loader(cfg, module)))
             return batch, extract_batch_size(batch)
     except Exception as error:  # a data module can raise anything
-        why = (str(error).splitlines() or [repr(error)])[0]
         raise ConfigError(
-            [f"data: reading a training batch failed, whose shapes a plan needs: {type(error).__name__}: {why}"]
+            [f"data: reading a training batch failed, whose shapes a plan needs: {named_line(error)}"]
         ) from error
 
 

@@ -9,7 +9,9 @@ Like there, every submodule with parameters defines ``reset_parameters()``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -120,22 +122,29 @@ class Experts(nn.Module):
         by_expert_P = flat.argsort(stable=True)  # noqa: N806
         token_P = by_expert_P // index_NK.shape[1]  # noqa: N806
         count_E = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))  # noqa: N806
-        x_PD = tokens_ND[token_P]  # noqa: N806
-        hidden_PF = F.silu(_linear(x_PD, self.gate, count_E)) * _linear(x_PD, self.up, count_E)  # noqa: N806
-        y_PD = _linear(hidden_PF, self.down, count_E) * weights_NK.flatten()[by_expert_P, None]  # noqa: N806
+        y_PD = self._by_expert(tokens_ND[token_P], count_E) * weights_NK.flatten()[by_expert_P, None]  # noqa: N806
         return torch.zeros_like(tokens_ND).index_add(0, token_P, y_PD.to(tokens_ND.dtype))
 
+    def _by_expert(self, x_PD: Tensor, count_E: Tensor) -> Tensor:  # noqa: N803
+        """Return the outputs ``(P, D)`` of rows that are grouped by expert."""
+        matrices, device = (self.gate, self.up, self.down), x_PD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_PD.dtype
+        if dtype == torch.bfloat16 and not any(length % 8 for length in self.gate.shape[1:]):
+            # One kernel for all experts without syncing the counts; it needs explicit casts and rows of 16 bytes.
+            offsets = count_E.cumsum(0).to(torch.int32)
+            return _swiglu(partial(_grouped, offsets), x_PD.to(dtype), *(each.to(dtype) for each in matrices))
+        # One expert after the other, whose numbers stay in the cache.
+        of_experts = zip(x_PD.split(count_E.tolist()), *(each.unbind() for each in matrices), strict=True)
+        return torch.cat([_swiglu(F.linear, *each) for each in of_experts])
 
-def _linear(x_PD: Tensor, weight_EFD: Tensor, count_E: Tensor) -> Tensor:  # noqa: N803
+
+def _swiglu(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return linear(F.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def _grouped(offsets: Tensor, x_PD: Tensor, weight_EFD: Tensor) -> Tensor:  # noqa: N803
     """Multiply rows, grouped by expert, with the matrix of their expert: ``(P, F)``."""
-    device = x_PD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_PD.dtype
-    if dtype == torch.bfloat16 and not any(length % 8 for length in weight_EFD.shape[1:]):
-        # One kernel for all experts without syncing the counts; it needs explicit casts and rows of 16 bytes.
-        offsets = count_E.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x_PD.to(dtype), weight_EFD.to(dtype).mT, offs=offsets)
-    rows = x_PD.split(count_E.tolist())
-    return torch.cat([F.linear(row, weight) for row, weight in zip(rows, weight_EFD.unbind(), strict=True)])
+    return F.grouped_mm(x_PD, weight_EFD.mT, offs=offsets)
 
 
 class MixtureOfExperts(nn.Module):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.core.failures.error_text import named_line
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 
@@ -126,7 +127,8 @@ class _Trial:
         except _KeptParameters:
             return Behaviour({}, f"{name} keeps parameters outside of its param_groups, where they cannot be exchanged")
         except Exception as error:  # whatever the user's class raises
-            return Behaviour({}, f"{name} failed in a trial step on small dense tensors ({_first_line(error)})")
+            why = named_line(error).removesuffix(".")
+            return Behaviour({}, f"{name} failed in a trial step on small dense tensors ({why})")
         if self.extra_calls > 0:
             calls, steps = self.extra_calls + len(_SCALES), len(_SCALES)
             return Behaviour({}, f"{name} called its closure {calls} times in {steps} trial steps")
@@ -256,10 +258,6 @@ def _numeric_options(groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str
         for key, value in group.items()
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta)
     }
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(".")
 
 
 # ---- a twin of the optimizer -----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
+from trainwright.core.failures.error_text import named_line
 from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.base.parameter_memory import memory_problems
@@ -407,8 +408,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Close the connections, so that other ranks notice."""
         code = exception.code if isinstance(exception, SystemExit) else None
-        problem = (str(exception).strip().splitlines() or [""])[0]
-        self._stop_at_once(f"{type(exception).__name__}: {problem}", code if isinstance(code, int) else None)
+        self._stop_at_once(named_line(exception), code if isinstance(code, int) else None)
         super().on_exception(exception)
 
     def teardown(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
+from trainwright.core.failures.error_text import named_line
 from trainwright.core.layout import Layout
 from trainwright.core.text.plain import rebuilt
 from trainwright.strategies.contract.communication.advice import MeasuredLink
@@ -160,8 +161,7 @@ def examine(
                     dist.barrier()  # NCCL's communicator must not be destroyed while another rank measures
             result = RankResult(rank, host, None, offset, pairs, rounds, links, measured)
     except Exception as failure:  # a backend or a driver can raise anything
-        text = (str(failure).strip().splitlines() or [repr(failure)])[0]
-        result = RankResult(rank, host, f"{type(failure).__name__}: {text}")
+        result = RankResult(rank, host, named_line(failure))
     board.put(f"{rank}/result", asdict(result))
     return result
 

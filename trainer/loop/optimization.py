@@ -45,7 +45,7 @@ def reader_of(fetcher: _DataFetcher) -> Callable[[Any], Any]:
 def _next_of_one(fetcher: Any) -> Any:
     if fetcher.done:
         raise StopIteration
-    loaders = fetcher.combined_loader._iterator
+    loaders = fetcher._combined_loader._iterator
     try:
         batch = next(loaders.iterators[0])
     except StopIteration:
@@ -270,7 +270,8 @@ class _LeanClosure:
             self._zero_grad(names)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
         loop.phases.begin(FORWARD)
-        if loop.token_weights is None:
+        weights = loop.token_weights
+        if weights is None:
             output = strategy.training_step(*self._args)
         else:
             with loop.observed(self._args[0], self._batch_idx):
@@ -286,13 +287,15 @@ class _LeanClosure:
         if not zeroes_first:
             self._before_zero_grad()
             self._zero_grad(names)
-        loop.apply_weights(result, output, divisor)
+        if weights is not None:
+            loop.apply_weights(result, output, divisor)
         if result.closure_loss is not None:
             loop.phases.begin(BACKWARD)
             names["_current_fx_name"] = "backward"
             strategy.backward(result.closure_loss, self._optimizer)
             names["_current_fx_name"] = before
-        loop.correct_gradients()
+        if weights is not None:
+            loop.correct_gradients()
         loop.phases.begin(OPTIMIZER)
         return result.loss
 
@@ -322,9 +325,16 @@ def reset_unscaled(trainer: Trainer) -> None:
         forget()
 
 
+class _Undivided(ClosureResult):
+    """Result of a micro-batch whose loss is not divided, made through fewer calls."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.closure_loss, self.loss, self.extra = loss, loss.detach().clone(), {}
+
+
 def _scaled(output: Any, divisor: float) -> ClosureResult:
     if divisor == 1 and isinstance(output, Tensor):
-        return ClosureResult(output)  # saves an operation
+        return _Undivided(output)
     return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
 
 

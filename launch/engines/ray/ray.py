@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
@@ -125,7 +126,7 @@ def _connect(address: str, options: Mapping[str, Any]) -> None:
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError([f"launch.address={address}: {str(error).splitlines()[0]}"]) from error
+        raise ConfigError([f"launch.address={address}: {first_line(error)}"]) from error
 
 
 def _own_cluster(cfg: DictConfig) -> dict[str, Any]:

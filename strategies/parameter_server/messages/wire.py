@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.text.bounded import ContentError
 from trainwright.strategies.contract.communication.meter import count_sent
 
@@ -77,7 +78,7 @@ class Link:
         try:
             self._group: Any = gloo(dist.PrefixStore(name, store), 1 - self._peer, 2, options)
         except RuntimeError as error:
-            raise lost(str(error).splitlines()[0]) from None
+            raise lost(first_line(error)) from None
         self._lost = lost
 
     def send(self, tensor: Tensor, tag: int) -> Sending:
@@ -115,7 +116,7 @@ class Link:
         try:
             return Sending(getattr(self._group, what)([tensor], self._peer, tag), self._lost)
         except RuntimeError as error:
-            raise self._lost(str(error).splitlines()[0]) from None
+            raise self._lost(first_line(error)) from None
 
     def close(self) -> None:
         """Disconnect: the other end notices at once. No message may be in flight."""
@@ -140,7 +141,7 @@ class Sending:
         try:
             work.wait(patience)
         except RuntimeError as error:
-            raise self._lost(str(error).splitlines()[0]) from None
+            raise self._lost(first_line(error)) from None
 
 
 def header(size: int, **fields: float) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainwright.core.failures.error_text import first_line
 from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.cuts import Cut
@@ -128,9 +129,7 @@ class Proof:
         try:
             runs = run_virtual_ranks(self._size, partial(self._work, split))
         except _RaisedError as error:
-            cause = error.__cause__
-            text = str(cause).strip() or type(cause).__name__
-            return ProofVerdict(f"split, it raises {text.splitlines()[0][:200]}", mixing=error.where)
+            return ProofVerdict(f"split, it raises {first_line(error.__cause__ or error)[:200]}", mixing=error.where)
         except Exception as error:
             return ProofVerdict(str(error))
         mixing = next((name for run in runs for name in run.mixing), None)
