@@ -213,7 +213,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         Raises:
             StopIteration: if the data or the user (``on_train_batch_start`` returned -1) ended the epoch.
         """
-        if self._restarting:
+        if self.restarting:
             if self._end_is_pending(data_fetcher):
                 self._steps = not self._should_accumulate()
                 return

@@ -45,7 +45,7 @@ def reader_of(fetcher: _DataFetcher) -> Callable[[Any], Any]:
 def _next_of_one(fetcher: Any) -> Any:
     if fetcher.done:
         raise StopIteration
-    loaders = fetcher._combined_loader._iterator
+    loaders = fetcher.combined_loader._iterator
     try:
         batch = next(loaders.iterators[0])
     except StopIteration:
@@ -270,8 +270,7 @@ class _LeanClosure:
             self._zero_grad(names)
         before, names["_current_fx_name"] = names["_current_fx_name"], "training_step"
         loop.phases.begin(FORWARD)
-        weights = loop.token_weights
-        if weights is None:
+        if loop.token_weights is None:
             output = strategy.training_step(*self._args)
         else:
             with loop.observed(self._args[0], self._batch_idx):
@@ -287,15 +286,13 @@ class _LeanClosure:
         if not zeroes_first:
             self._before_zero_grad()
             self._zero_grad(names)
-        if weights is not None:
-            loop.apply_weights(result, output, divisor)
+        loop.apply_weights(result, output, divisor)
         if result.closure_loss is not None:
             loop.phases.begin(BACKWARD)
             names["_current_fx_name"] = "backward"
             strategy.backward(result.closure_loss, self._optimizer)
             names["_current_fx_name"] = before
-        if weights is not None:
-            loop.correct_gradients()
+        loop.correct_gradients()
         loop.phases.begin(OPTIMIZER)
         return result.loss
 
@@ -325,16 +322,9 @@ def reset_unscaled(trainer: Trainer) -> None:
         forget()
 
 
-class _Undivided(ClosureResult):
-    """Result of a micro-batch whose loss is not divided, made through fewer calls."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self.closure_loss, self.loss, self.extra = loss, loss.detach().clone(), {}
-
-
 def _scaled(output: Any, divisor: float) -> ClosureResult:
     if divisor == 1 and isinstance(output, Tensor):
-        return _Undivided(output)
+        return ClosureResult(output)  # saves an operation
     return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
 
 
