@@ -1,5 +1,7 @@
 """Choice of usable devices, and of the number to continue with."""
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.command.project import write_project
 from trainwright.command.schema.compose import compose
+from trainwright.launch.local import devices as local_devices
 from trainwright.launch.local.devices import Devices, Probe, is_device_failure, probe_environment
 from trainwright.launch.recovery.restarts import AttemptFailure
 from trainwright.launch.recovery.sizes import feasible, global_batch, resized
@@ -96,12 +99,17 @@ def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe_environment(2, 4, on_gpu=True)["CUDA_VISIBLE_DEVICES"] == "GPU-6"
 
 
+def _hang(environment: Mapping[str, str], on_gpu: bool) -> None:
+    time.sleep(60)
+
+
 def test_probe_processes(ranks: object, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Probe([0, 3], 4, on_gpu=False).answers(wait=True) == {0: True, 3: True}
-    assert Probe([1], 4, on_gpu=False, seconds=0.0).answers() == {1: False}
     # There is no GPU here, or none of that name.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "99")
     assert Probe([0], 4, on_gpu=True).answers(wait=True) == {0: False}
+    monkeypatch.setattr(local_devices, "probe_main", _hang)
+    assert Probe([1], 4, on_gpu=False, seconds=0.0).answers() == {1: False}
 
 
 @pytest.fixture

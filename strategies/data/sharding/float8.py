@@ -54,9 +54,13 @@ class Float8Parameter(FSDPParam):
     def _unflatten_all_gather_outputs(self) -> tuple[torch.Tensor, ...]:
         return tuple(each.view(self.gathered_dtype) for each in super()._unflatten_all_gather_outputs())
 
-    def set_scale(self, scale: torch.Tensor | None) -> None:
-        """Set the scale of the following casts; ``None``: each computes its own, by an all-reduce."""
+    def set_scale(self, scale: torch.Tensor) -> None:
+        """Set the scale of the following casts; without it, each computes its own, by an all-reduce."""
         self._sharded_local_tensor._precomputed_scale = scale  # type: ignore[attr-defined]
+
+    def forget_scale(self) -> None:
+        """Forget the scale, and the shard's memory, which may be moved."""
+        self._cast = None
 
 
 class Scales:
@@ -86,7 +90,7 @@ class Scales:
     def forget(self) -> None:
         """Forget the scales, since weights may change."""
         for each in (each for parameters in self._groups.values() for each in parameters):
-            each.set_scale(None)
+            each.forget_scale()
 
 
 def float8_layers(block: nn.Module) -> dict[str, nn.Module]:

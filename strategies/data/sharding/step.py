@@ -153,6 +153,7 @@ class Step(nn.Module):
             failed: ignore errors of the move, since the traceback of a failed step holds tensors.
         """
         shard_again(self)
+        self.scales.forget()
         if device.type != "cpu":
             with suppress(RuntimeError) if failed else nullcontext():
                 self.cpu()  # via the root, so that FSDP2 notices the new memory
