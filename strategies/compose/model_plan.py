@@ -86,10 +86,8 @@ def make_plan(
     sources["first"] = sources["last"] = (
         f"{'use in a forward' if seen.uses else 'order of registration, names'}{asked}" if blocks else "needs blocks"
     )
-    whole_inputs = _whole_inputs(module, tensor, blocks, said, own)
-    problems = sequence_problems(draft, whole_inputs, blocks) if sequence_parallel else []
-    if problems:
-        raise ValueError("; ".join(problems))
+    choices = _whole_inputs(module, tensor, blocks, said, own)
+    whole_inputs = _on_slices(choices, draft, blocks) if sequence_parallel else choices[0]
     plan = ModelPlan(
         blocks=blocks,
         tensor=MappingProxyType(tensor),
@@ -233,20 +231,39 @@ def _integers(sub: nn.Module) -> list[str]:
 
 def _whole_inputs(
     module: nn.Module, tensor: Mapping[str, str], blocks: Collection[str], said: PlanConfig, own: PlanConfig
-) -> tuple[str, ...]:
+) -> list[tuple[str, ...]]:
+    """Return the choices of modules that take whole sequences, in the order in which they are tried."""
     names = [name for name, _ in module.named_modules() if name]
     for patterns, option in (
         (said.whole_inputs, "plan.whole_inputs"),
         (own.whole_inputs, "parallel_plan() whole_inputs"),
     ):
         if patterns is not None:
-            return tuple(matched(names, patterns, option))
+            return [tuple(matched(names, patterns, option))]
     split = [name for name, style in tensor.items() if style == "colwise" or style.startswith("packed_colwise")]
     holders = [
         name if isinstance(module.get_submodule(name), nn.MultiheadAttention) else parent_of(name) for name in split
     ]
-    inside = {h for h in holders if any(h != block and within(h, block) for block in blocks)}
-    return tuple(name for name in names if name in inside)
+    rows = [name for name, style in tensor.items() if style == "rowwise"]
+
+    def with_rows(holder: str) -> str:  # an adapter holds columns only, and code around it reads the length
+        while holder not in blocks and not any(within(row, holder) for row in rows):
+            holder = parent_of(holder)
+        return holder
+
+    inside = [h for h in holders if any(h != block and within(h, block) for block in blocks)]
+    choices = [{*inside}, {with_rows(holder) for holder in inside} - {*blocks}]
+    return [tuple(name for name in names if name in choice) for choice in choices]
+
+
+def _on_slices(choices: Sequence[tuple[str, ...]], draft: TensorDraft, blocks: Collection[str]) -> tuple[str, ...]:
+    """Return the first choice with which blocks compute the same on slices of the sequence."""
+    found = []
+    for whole_inputs in choices:
+        found.append(sequence_problems(draft, whole_inputs, blocks))
+        if not found[-1]:
+            return whole_inputs
+    raise ValueError("; ".join(found[0]))
 
 
 # ---- messages -----------------------------------------------------------------------------------------------------
