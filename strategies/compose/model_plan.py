@@ -93,6 +93,7 @@ def make_plan(
         tensor=MappingProxyType(tensor),
         heads=MappingProxyType(heads),
         narrow=tuple(n for n in draft.narrow if _holds(tensor, n)),
+        gathered=tuple(n for n in draft.gathered if _holds(tensor, parent_of(n))),
         summed=tuple(dict.fromkeys(draft.summed)),
         whole_inputs=whole_inputs,
         first=first,

@@ -33,6 +33,8 @@ class ModelPlan:
             divided by the size of the tensor axis.
         narrow: names of modules with split projections that read the width of the split features from their input
             (``B, N, C = x.shape``): their input is narrowed to a rank's share of the features.
+        gathered: names of modules that need all features between split projections (a norm over all heads): where they
+            are given split ones, these are gathered.
         summed: names of replicated parameters that act on split features, whose gradients are summed over ranks.
         whole_inputs: names of modules (attention, feed-forward) that need the whole sequence of their first tensor
             input under sequence parallelism.
@@ -48,6 +50,7 @@ class ModelPlan:
     tensor: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     narrow: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     whole_inputs: tuple[str, ...] = ()
     first: tuple[str, ...] = ()

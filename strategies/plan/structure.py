@@ -6,7 +6,7 @@ by columns, the projection back by rows. A candidate is accepted if its proof su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -29,12 +29,14 @@ class Guess:
         styles: name of a module -> its style.
         heads: name of a module -> attributes that count split heads or features.
         narrow: names of modules that read the width of split features from their input.
+        gathered: names of modules that compute on all features between the split projections.
         summed: names of replicated parameters whose gradients are summed over ranks.
     """
 
     styles: Mapping[str, str]
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
     summed: frozenset[str] = frozenset()
 
 
@@ -172,6 +174,19 @@ def _pairs(
         heads = list(heads_of(owners, reads, {w for _, w in filter(None, shapes)} | {width}, size))
         for narrow in ((), tuple(owners)):
             yield from (Guess(expanded, chosen, narrow) for chosen in heads)
+        gathered = tuple(_of_full_width(unit, owners, {w for _, w in filter(None, shapes)}))
+        if gathered:
+            yield from (Guess(expanded, chosen, gathered=gathered) for chosen in heads)
+
+
+def _of_full_width(unit: nn.Module, owners: Iterable[str], widths: Collection[int]) -> Iterator[str]:
+    """Yield the modules in ``owners`` with a number per output of a projection, such as norms over all heads."""
+    for owner in owners:
+        for name, sub in unit.get_submodule(owner).named_modules():
+            shapes = {tuple(parameter.shape) for parameter in sub.parameters()}
+            hooked = sub._forward_hooks or sub._forward_pre_hooks  # they would see parts
+            if shapes and not hooked and not any(sub.children()) and shapes <= {(width,) for width in widths}:
+                yield joined(owner, name)
 
 
 def _styles(outputs: int, width: int, size: int) -> list[str]:

@@ -106,6 +106,9 @@ class TensorParallel:
                 self._patch_attention(part, name)
             elif not isinstance(self._parent(name), nn.MultiheadAttention):
                 self._patch(part, name, style)
+        for name in self._plan.gathered:
+            part = self._module.get_submodule(name)
+            _replace_forward(part, self._on_all_features(part))
         for name, site in self._sites.items():
             if name:  # the root may be called through any method
                 _replace_forward(site.module, site.around(site.module.forward))
@@ -195,6 +198,17 @@ class TensorParallel:
             self._check_length(partial)
             return collectives.reduce_scatter(partial, _SEQUENCE, self._group)
         return collectives.reduce_from(partial, self._group)
+
+    def _on_all_features(self, part: nn.Module) -> _Forward:
+        forward, width = part.forward, len(next(part.parameters()))
+
+        def run(x: Tensor) -> Tensor:
+            if x.shape[-1] == width:
+                return cast(Tensor, forward(x))
+            y: Tensor = forward(collectives.gather(x, -1, self._group))
+            return y.chunk(self._group.size(), -1)[self._group.rank()]
+
+        return run
 
     def _head(self, part: nn.Module, _: str) -> _Forward:
         project = _projection(part)

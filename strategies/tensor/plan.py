@@ -41,6 +41,7 @@ class TensorDraft:
     Attributes:
         heads: name of a module -> attributes that count split heads or features.
         narrow: names of modules that read the width of split features from their input.
+        gathered: names of modules before which split features are gathered.
         summed: names of replicated parameters whose gradients are summed over ranks.
         proofs: names of modules of one kind, their proof, and the plan of one of them as a unit.
 
@@ -70,6 +71,7 @@ class TensorDraft:
         self._whole: dict[str, str] = {}
         self.heads: dict[str, tuple[str, ...]] = {}
         self.narrow: list[str] = []
+        self.gathered: list[str] = []
         self.summed: list[str] = []
         self.proofs: list[tuple[list[str], Proof, ModelPlan]] = []
         self._take_metadata()
@@ -150,7 +152,8 @@ class TensorDraft:
                 else:
                     self._prove_kind(kind, proof)
             units = deeper
-        self._whole = {n: reason for n, reason in self._whole.items() if self._styles.get(n, "none") == "none"}
+        split = [n for n, style in self._styles.items() if style != "none"]
+        self._whole = {n: why for n, why in self._whole.items() if not any(within(other, n) for other in split)}
 
     def _proof_of(self, name: str) -> Proof | None:
         sub = self._of(name)
@@ -251,6 +254,7 @@ class TensorDraft:
             self._styles |= {joined(name, n): style for n, style in guess.styles.items()}
             self.heads |= {joined(name, n): heads for n, heads in guess.heads.items() if heads}
             self.narrow += [joined(name, n) for n in guess.narrow]
+            self.gathered += [joined(name, n) for n in guess.gathered]
             self.summed += [joined(name, n) for n in guess.summed]
 
     @property
@@ -416,4 +420,5 @@ def _plan_of(accepted: list[Guess]) -> ModelPlan:
         tensor={n: s for guess in accepted for n, s in named(guess.styles).items()},
         heads={n: h for guess in accepted for n, h in named(guess.heads).items()},
         narrow=tuple(n for guess in accepted for n in named(dict.fromkeys(guess.narrow))),
+        gathered=tuple(n for guess in accepted for n in named(dict.fromkeys(guess.gathered))),
     )

@@ -208,9 +208,32 @@ def test_blocks_in_a_module_dict():
 
 def test_pairs_across_pointwise_layers():
     stack = nn.Sequential(
-        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 4)
     )
     assert make_plan(stack).tensor == {"0": "colwise", "2": "rowwise"}
+    stack[5] = nn.LayerNorm(8)
+    plan = make_plan(stack)
+    assert plan.tensor == {"0": "colwise", "2": "rowwise", "4": "colwise", "6": "rowwise"}
+    assert plan.gathered == ("5",)
+
+
+class OneWidth(nn.Module):
+    """Norms of the same width on whole and on split features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between, self.after = (nn.LayerNorm(16) for _ in range(3))
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(x + self.down(self.between(self.up(self.before(x))).relu()))
+
+
+def test_norms_are_gathered_where_features_are_split():
+    plan = make_plan(nn.Sequential(OneWidth(), OneWidth()))
+    assert {f"{block}.{part}" for block in range(2) for part in ("up", "down")} == set(plan.tensor)
+    assert {"0.between.weight", "1.between.bias"} <= set(plan.summed)
+    assert not any("before" in name or "after" in name for name in plan.summed)
 
 
 class Attention(nn.Module):

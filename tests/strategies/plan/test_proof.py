@@ -14,13 +14,13 @@ from trainwright.strategies.context.proof import sequence_problems
 
 # What of a block is split: both of its parts, or one.
 BOTH, ONLY_MLP, ONLY_ATTENTION = {"attn", "mlp"}, {"mlp"}, {"attn"}
-PACKED = ("nanoGPT", "packed, reshaped to the input", "packed by head", "norms by head")
-BY_ALL_HEADS = ("norms of the full width", "norms of the full width, by hand", "linear", "ALiBi", "talking heads")
+PACKED = ("nanoGPT", "packed, reshaped to the input", "packed by head", "norms by head", "norms of the full width")
+BY_ALL_HEADS = ("norms of the full width, by hand", "linear", "ALiBi", "talking heads")
 BY_ALL_FEATURES = ("softmax", "RMS norm", "normalize", "top-k", "cosine")
 KINDS = {
     **{("attention", name): BOTH for name in PACKED},
     **{("attention", name): ONLY_MLP for name in BY_ALL_HEADS},
-    **{("mlps", name): BOTH for name in ("GELU", "SwiGLU", "packed GLU")},
+    **{("mlps", name): BOTH for name in ("GELU", "SwiGLU", "packed GLU", "LayerNorm between")},
     **{("mlps", f"{name} between"): ONLY_ATTENTION for name in BY_ALL_FEATURES},
     **{("mlps", name): ONLY_ATTENTION for name in ("gate by the mean", "channel shuffle")},
     ("norms", "layer scale modules"): BOTH,
@@ -38,6 +38,20 @@ def test_splits_only_what_is_proven(theme, name):
     plan = make_plan(made(theme, name), tensor_size=2)
     assert {each.split(".")[3] for each in plan.tensor if each.startswith("net.blocks.")} == KINDS[theme, name]
     assert ("left whole" in plan.sources["tensor"]) == (KINDS[theme, name] != BOTH)
+
+
+def test_features_are_gathered_for_norms_over_all_heads():
+    module = made("attention", "norms of the full width")
+    attention = "net.blocks.0.attn"
+    plan = make_plan(module, tensor_size=2)
+    assert [name for name in plan.gathered if name.startswith(attention)] == [
+        f"{attention}.q_norm", f"{attention}.k_norm"
+    ]  # fmt: skip
+    for block in module.net.blocks:
+        block.attn.q_norm.register_forward_hook(print)  # it would see a part
+    plan = make_plan(module, tensor_size=2)
+    assert plan.gathered == ()
+    assert f"{attention}.q_proj" not in plan.tensor
 
 
 def test_refuses_wrong_user_splits():
