@@ -200,10 +200,10 @@ class TensorParallel:
         return collectives.reduce_from(partial, self._group)
 
     def _on_all_features(self, part: nn.Module) -> _Forward:
-        forward, width = part.forward, len(next(part.parameters()))
+        forward = part.forward
 
         def run(x: Tensor) -> Tensor:
-            if x.shape[-1] == width:
+            if x.shape[-1] == len(next(part.parameters())):
                 return cast(Tensor, forward(x))
             y: Tensor = forward(collectives.gather(x, -1, self._group))
             return y.chunk(self._group.size(), -1)[self._group.rank()]

@@ -72,6 +72,7 @@ class TensorDraft:
         self.heads: dict[str, tuple[str, ...]] = {}
         self.narrow: list[str] = []
         self.gathered: list[str] = []
+        self._together: list[set[str]] = []  # split as one
         self.summed: list[str] = []
         self.proofs: list[tuple[list[str], Proof, ModelPlan]] = []
         self._take_metadata()
@@ -211,6 +212,8 @@ class TensorDraft:
         prefix = f"{kind[0]}." if kind[0] else ""
         calls = [call for call in proof.projections if not self._is_routed(prefix + call[0])]
         for ways in structure.guesses(self._of(kind[0]), calls, proof.reads, self._ranks):
+            if not self._block_of(kind[0]):  # a head with a norm is split along the vocabulary
+                ways = [way for way in ways if not way.gathered]
             names = {name for guess in ways[:1] for name in guess.styles}
             if not names or not taken.isdisjoint(names):
                 continue
@@ -252,6 +255,7 @@ class TensorDraft:
     def _accept(self, guess: Guess, kind: list[str]) -> None:
         for name in kind:
             self._styles |= {joined(name, n): style for n, style in guess.styles.items()}
+            self._together.append({joined(name, n) for n in guess.styles})
             self.heads |= {joined(name, n): heads for n, heads in guess.heads.items() if heads}
             self.narrow += [joined(name, n) for n in guess.narrow]
             self.gathered += [joined(name, n) for n in guess.gathered]
@@ -330,8 +334,7 @@ class TensorDraft:
         for name, style in list(self._styles.items()):
             reason = self._reason_against(name, style)
             if reason and name not in self._explicit:
-                self._drop([name])
-                self._whole[name] = reason
+                self._drop_together([name], reason)
 
     def _reason_against(self, name: str, style: str) -> str | None:
         if style not in ("vocabulary", "colwise_gather"):
@@ -352,8 +355,13 @@ class TensorDraft:
     def _follow_ties(self) -> None:
         """Drop the styles of tied parameters that are not all split, transitively."""
         while inconsistent := {name for group in tied_groups(self._module) for name in self._partly_split(group)}:
-            self._drop(inconsistent)
-            self._whole.update(dict.fromkeys(inconsistent, "it shares a parameter with what stays whole"))
+            self._drop_together(inconsistent, "it shares a parameter with what stays whole")
+
+    def _drop_together(self, names: Collection[str], reason: str) -> None:
+        for group in [{*names}, *(each for each in self._together if not each.isdisjoint(names))]:
+            dropped = [name for name in group if name in self._styles and name not in self._explicit]
+            self._drop(dropped)
+            self._whole.update(dict.fromkeys(dropped, reason))
 
     def _partly_split(self, group: Collection[str]) -> list[str]:
         # A module registered several times counts once.

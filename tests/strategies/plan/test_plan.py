@@ -211,10 +211,6 @@ def test_pairs_across_pointwise_layers():
         nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 4)
     )
     assert make_plan(stack).tensor == {"0": "colwise", "2": "rowwise"}
-    stack[5] = nn.LayerNorm(8)
-    plan = make_plan(stack)
-    assert plan.tensor == {"0": "colwise", "2": "rowwise", "4": "colwise", "6": "rowwise"}
-    assert plan.gathered == ("5",)
 
 
 class OneWidth(nn.Module):
@@ -227,6 +223,25 @@ class OneWidth(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.after(x + self.down(self.between(self.up(self.before(x))).relu()))
+
+
+class Tied(nn.Module):
+    """A head of two layers, the last of which has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(9, 16), nn.Sequential(OneWidth(), OneWidth())
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 9))
+        self.head[2].weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(ids)))
+
+
+def test_projections_that_are_split_as_one_stay_whole_as_one():
+    plan = make_plan(Tied())
+    assert not any(name.startswith(("head", "embedding")) for name in plan.tensor)
+    assert "blocks.1.up" in plan.tensor
 
 
 def test_norms_are_gathered_where_features_are_split():
