@@ -491,6 +491,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def _drop_prefetched(self) -> None:
         if self._step is not None:
-            self._step.scales.forget()
+            if self._step.scales is not None:
+                self._step.scales.forget()
             if self._prefetch:
                 drop_prefetched(self._step)

@@ -382,7 +382,7 @@ ROWS = [
     Row("ALiBi", lm(Alibi), tokens, equal="tensor", either="context"),
     Row("ALiBi in a buffer", lm(AlibiBuffer), tokens, equal="tensor", either="context"),
     Row("norms by head", lm(NormsByHead), tokens, equal="tensor, context"),
-    Row("norms of the full width", lm(NormsOfWidth), tokens, equal="tensor, context"),
+    Row("norms of the full width", lm(NormsOfWidth), tokens, equal="tensor, context, pipeline x tensor"),
     Row("norms of the full width, by hand", lm(NormsOfWidthByHand), tokens, equal="tensor, pipeline x tensor"),
     Row("norm before the output", lm(NormBeforeOutput), tokens, equal="tensor, sequence"),
     Row("linear", lm(Linear), tokens, equal="tensor", either="context"),

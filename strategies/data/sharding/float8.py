@@ -76,6 +76,12 @@ class Scales:
             if isinstance(each, Float8Parameter) and not each.offload_to_cpu:
                 self._groups[each.mesh_info.shard_process_group, each.gathered_dtype].append(each)
 
+    @classmethod
+    def of(cls, root: nn.Module) -> Scales | None:
+        """Return those of ``root``; ``None`` without such weights."""
+        found = cls(root)
+        return found if found._groups else None
+
     @torch.no_grad()
     def compute(self) -> None:
         """Compute the scales of the present weights. A collective."""

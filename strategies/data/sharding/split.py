@@ -91,7 +91,7 @@ class Splitter:
             each._post_load_hook_handle.remove()
         run_when_gathered(step, hooks)
         step.writes = GatheredWrites(step._get_fsdp_state())
-        step.scales = Scales(step)
+        step.scales = Scales.of(step)
         shard_weights_on_load(module)
         GatherOnCall(step, module, blocks.values())
         object.__setattr__(module, "_trainwright_step", step)

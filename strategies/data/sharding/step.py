@@ -107,11 +107,12 @@ class Step(nn.Module):
         self.guard: Callable[[Callable[[], Any]], Any] = call
         # Set once it is sharded.
         self.writes: GatheredWrites
-        self.scales: Scales
+        self.scales: Scales | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the user's module: see :meth:`forward`."""
-        self.scales.compute()  # before the root's hooks gather
+        if self.scales is not None:
+            self.scales.compute()  # before the root's hooks gather
         return super().__call__(*args, **kwargs)
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,8 @@ class Step(nn.Module):
             failed: ignore errors of the move, since the traceback of a failed step holds tensors.
         """
         shard_again(self)
-        self.scales.forget()
+        if self.scales is not None:
+            self.scales.forget()
         if device.type != "cpu":
             with suppress(RuntimeError) if failed else nullcontext():
                 self.cpu()  # via the root, so that FSDP2 notices the new memory
