@@ -490,6 +490,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         return {name: Share(slots[id(p)], p.shape, p) for name, p in named if not self.tables.has(p)}
 
     def _drop_prefetched(self) -> None:
+        """Drop what was computed ahead from weights that may change: gathered blocks, scales."""
         if self._step is not None:
             if self._step.scales is not None:
                 self._step.scales.forget()

@@ -162,19 +162,19 @@ def _pairs(
     shapes, shape = [_shape(unit, name) for name in columns], _shape(unit, back)
     if shape is None or shape[0] % size or None in shapes:
         return
-    width = shape[0]
-    options = [_styles(outputs, width, size) for _, outputs in filter(None, shapes)]
-    if not any(outputs >= width for _, outputs in filter(None, shapes)):
+    width, widths = shape[0], [outputs for _, outputs in filter(None, shapes)]
+    options = [_styles(outputs, width, size) for outputs in widths]
+    if not any(outputs >= width for outputs in widths):
         return
     for styles in product(*options):
         split = dict(zip(columns, styles, strict=True))
         expanded = {n: s for name, style in split.items() for n, s in with_adapters(unit, name, style).items()}
         expanded |= with_adapters(unit, back, "rowwise")
         owners = dict.fromkeys(parent_of(name) for name in columns)
-        heads = list(heads_of(owners, reads, {w for _, w in filter(None, shapes)} | {width}, size))
+        heads = list(heads_of(owners, reads, {*widths, width}, size))
         for narrow in ((), tuple(owners)):
             yield from (Guess(expanded, chosen, narrow) for chosen in heads)
-        gathered = tuple(_of_full_width(unit, owners, {w for _, w in filter(None, shapes)}))
+        gathered = tuple(_of_full_width(unit, owners, widths))
         if gathered:
             yield from (Guess(expanded, chosen, gathered=gathered) for chosen in heads)
 

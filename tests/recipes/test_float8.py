@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> str:
     return str(write_text(tmp_path).parent)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 @pytest.mark.parametrize(
     "options",

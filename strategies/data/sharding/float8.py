@@ -13,6 +13,7 @@ from torch import nn
 
 from trainwright.core.torch_internals import FSDPParam
 from trainwright.strategies.data.sharding.gathering import all_parameter_groups
+from trainwright.strategies.plan.names import joined
 
 
 class Float8Parameter(FSDPParam):
@@ -85,9 +86,9 @@ class Scales:
     @torch.no_grad()
     def compute(self) -> None:
         """Compute the scales of the present weights. A collective."""
-        for (group, dtype), parameters in self._groups.items():
-            from torchao.float8.float8_utils import amax_to_scale
+        from torchao.float8.float8_utils import amax_to_scale
 
+        for (group, dtype), parameters in self._groups.items():
             largest = torch.stack([each._sharded_param_data.abs().amax() for each in parameters])
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             for each, scale in zip(parameters, amax_to_scale(largest, dtype), strict=True):
@@ -102,7 +103,7 @@ class Scales:
 def float8_layers(block: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of torchao, by the name of their weight, that alone use it, with one scale per tensor."""
     uses = Counter(p for part in block.modules() for p in part._parameters.values())
-    named = ((f"{name}.weight".lstrip("."), part) for name, part in block.named_modules() if _casts_by_tensor(part))
+    named = ((joined(name, "weight"), part) for name, part in block.named_modules() if _casts_by_tensor(part))
     return {name: part for name, part in named if uses[part.weight] == 1 and not part.weight._backward_hooks}
 
 
