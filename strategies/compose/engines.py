@@ -29,6 +29,7 @@ from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine, Run
 from trainwright.strategies.pipeline.schedules import block_problems, ranks_of_stages, split_blocks
 from trainwright.strategies.pipeline.stage import UserStepStage
+from trainwright.strategies.pipeline.training import Rehearsing
 from trainwright.strategies.plan.blocks import COMPILE_BLOCKS, compiled_modules, count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import within
@@ -380,13 +381,14 @@ class Engines:
         """Stages of this rank; none without a pipeline."""
         return [] if self._pipeline is None else self._pipeline.stages
 
-    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor]) -> PipelineEngine:
+    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor], rehearsing: Rehearsing) -> PipelineEngine:
         """Connect the pipeline, after all other hooks are on the module.
 
         Args:
             run: runs a method of the module on one micro-batch.
             look: like ``run``, without gradients and on all stages together.
             whole: returns a parameter of this stage gathered along the data axes; a collective of its data ranks.
+            rehearsing: the module as written.
         """
         assert self._pipeline_cut is not None
         self.detach()
@@ -404,6 +406,7 @@ class Engines:
             whole=whole,
             batch_dims=self._options.batch_dims,
             sent_as=named_dtype(self._options.stage_dtype),
+            rehearsing=rehearsing,
         )
         self._pipeline.attach()
         return self._pipeline
@@ -437,9 +440,9 @@ class Engines:
         """Call ``function``, which runs the user's step, up to the end of this stage."""
         return function() if self._pipeline is None else self._pipeline.call(function)
 
-    def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return the micro-batches of a batch and their shares of its samples."""
-        return [(batch, 1.0)] if self._pipeline is None else self._pipeline.micro_batches_of(batch)
+    def join_micro_batches(self) -> bool:
+        """Run a pipeline's code after the blocks once per batch from now on; returns whether this is new."""
+        return self._pipeline is not None and self._pipeline.join_micro_batches()
 
 
 def stage_spans(module: nn.Module, plan: ModelPlan, stages: int, split: str | tuple[int, ...]) -> list[range]:

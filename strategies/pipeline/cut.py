@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.strategies.pipeline.absent import AbsentParameter
+from trainwright.strategies.pipeline.tracing.absent import AbsentParameter
 from trainwright.strategies.pipeline.tracing.block_values import HookRange, placeholder
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import within

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,11 @@ from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
-from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message
+from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass, order_message, units_of
 from trainwright.strategies.pipeline.micro_batches import BatchDims
 from trainwright.strategies.pipeline.relay import RelayPass
-from trainwright.strategies.pipeline.results import LogRecorder, Publisher, redirected_log
-from trainwright.strategies.pipeline.schedules import CHOICES, make_schedule, orders_of, ranks_of_stages
-from trainwright.strategies.pipeline.sends import Place as SendPlace
-from trainwright.strategies.pipeline.sends import Sends, releasable_sends
+from trainwright.strategies.pipeline.results import no_log, redirected_log
+from trainwright.strategies.pipeline.schedules import CHOICES, ranks_of_stages
 from trainwright.strategies.pipeline.stage import UserStepStage
 from trainwright.strategies.pipeline.tracing.block_values import Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace
@@ -32,9 +30,8 @@ from trainwright.strategies.pipeline.tracing.module_state import ModuleState
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes, needs_everything, plan_routes
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.tracing.step_state import StatePlace, StepState, find_places
+from trainwright.strategies.pipeline.training import Rehearsing, Run, Step, Training
 from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueChannel
-
-Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PipelineEngine:
@@ -60,6 +57,7 @@ class PipelineEngine:
         whole: returns an owned parameter, by name, as a whole local tensor; called on every holder in the same order.
             ``None``: the parameter itself.
         sent_as: see :class:`UserStepStage`.
+        rehearsing: the module as written; ``None``: losses are means over micro-batches, weighted by samples.
 
     Attributes:
         cut: as given.
@@ -80,26 +78,22 @@ class PipelineEngine:
         whole: Callable[[str], Tensor] | None = None,
         batch_dims: BatchDims | None = None,
         sent_as: torch.dtype | None = None,
+        rehearsing: Rehearsing | None = None,
     ) -> None:
-        self.cut = cut
+        self.cut, self._rehearsing = cut, rehearsing
         self._module, self._group, self._device = module, group, torch.device(device)
         self._schedule_name, self._micro_batches = schedule, micro_batches
         self._run, self._look, self._whole = run, look or run, whole
         self._dims = dict(batch_dims or {})
         self._ranks = ranks_of_stages(dist.get_world_size(group), cut.stages, schedule)
         self.last_stage_rank = self._ranks[-1]
-        self._gates = Gates(cut.blocks)
+        self._gates = Gates(cut.blocks, units_of(module, cut))
         unique = broadcast_value(uuid.uuid4().hex, 0, group, self._device)
         self._registry = SpecRegistry(f"trainwright/pipeline/{unique}")
         _connect_neighbors(group, self._device)
         self._channel = ValueChannel(group, self._device)
-        self._publisher = Publisher(group, self.last_stage_rank, self._device)
-        self._schedules: dict[int, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
-        self._step: _Step | None = None
-        self._routes: StageRoutes | None = None
-        self._state: StepState | None = None
-        self._randomness = StepRandomness(group, self._device)
-        self._draws = False
+        self._training: Training | None = None
+        self._randomness = StepRandomness(group, self._device, self.from_last_stage)
         self._is_compiled = False
         # Kind of relay -> whether every rank gets all block values, and whether it draws random numbers outside of
         # blocks.
@@ -146,7 +140,8 @@ class PipelineEngine:
     def detach(self) -> None:
         """Remove the gates, schedules and buffers."""
         self._gates.detach()
-        self._forget_step()
+        if self._training is not None:
+            self._training.forget()
 
     def refresh(self) -> None:
         """Renegotiate what stages send, after ``requires_grad`` of parameters changed.
@@ -162,7 +157,7 @@ class PipelineEngine:
             RuntimeError: if the step does not call the blocks once and in order, or needs what cannot be sent.
         """
         run = self._gates.current
-        if isinstance(run, StagePass):
+        if isinstance(run, StagePass | RehearsalPass):
             with self.cut.listed_ghosts():
                 return run.run(function)
         if isinstance(run, RelayPass) and run.trace is not None:
@@ -182,7 +177,7 @@ class PipelineEngine:
     ) -> Any:
         """Run one ``training_step`` of the whole batch: forward and backward of all micro-batches. A collective.
 
-        Gradients are those of the mean over the batch (micro-batch k weighs n_k / n) and accumulate into ``p.grad``.
+        Gradients are those of the whole batch (see ``training.py``) and accumulate into ``p.grad``.
 
         Args:
             args, kwargs: of ``training_step``; one of them is ``batch``.
@@ -196,64 +191,30 @@ class PipelineEngine:
         """
         size, parts = self._split(batch)
         arguments = [batches.replace_argument(args, kwargs, batch, part) for part in parts]
-        if self._routes is None:
+        if self._training is None:
             if samples is not None and len(parts) > 1:
                 batches.check_samples(batch, self._dims, size, samples)
-            self._trace_first_step(arguments[0], len(parts))
-        recorder = LogRecorder(batches.part_sizes(size, len(parts)), self._device, self._module)
-        seeds = self._randomness.seeds(len(parts)) if self._draws else []
-        self._step = _Step(arguments, recorder, scale, seeds)
-        for stage in self.stages:
-            stage.signatures = [batches.signature(given) for given in arguments]
-        if self._state is not None:
-            self._state.begin_step()
-        try:
-            with redirected_log(self._module, recorder.log):
-                self._run_schedule(len(parts))
-        except BaseException:
-            self._forget_step()
-            raise
-        self._end_step()
-        if self._state is not None:
-            self._state.end_step()
-        return self._publisher.publish(recorder, getattr(self._module, "log", _no_log))
-
-    def micro_batches_of(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return the micro-batches of :meth:`train`, and their shares of the samples."""
-        size, parts = self._split(batch)
-        counts = batches.part_sizes(size, len(parts))
-        return [(part, count / size) for part, count in zip(parts, counts, strict=True)]
+            self._training = self._trace_first_step(arguments[0], len(parts))
+        sizes = batches.part_sizes(size, len(parts))
+        return self._training.run(Step((args, kwargs), arguments, batch, parts, sizes, scale))
 
     def _split(self, batch: Any) -> tuple[int, list[Any]]:
         size = batches.batch_size_of(batch, self._dims)
         return size, batches.split_batch(batch, min(self._micro_batches, size), self._dims)
 
     def _forward(self, stage: int, part: int, received: Any) -> Any:
-        step = self._step
-        assert step is not None
-        assert self._routes is not None
-        run = StagePass(self._routes, stage, received)
-        args, kwargs = step.arguments[part]
-        run.randomness = self._randomness if step.seeds else None
-        self._gates.current = run
-        step.recorder.current = part if run.is_last else None
-        if self._state is not None:
-            self._state.begin_micro_batch()
-        try:
-            with self._randomness.outside(step.seeds[part]) if step.seeds else nullcontext():
-                output = self._run("training_step", args, kwargs)
-        finally:
-            self._gates.current, step.recorder.current = None, None
-        if self._state is not None:
-            self._state.end_micro_batch(stage)
-        if not run.is_last:
-            return output
-        loss = step.recorder.finish(part, output)
-        share = step.recorder.sizes[part] / sum(step.recorder.sizes)
-        # A new tensor: torch detaches it in place, which must not affect the user's tensor, nor a view.
-        return None if loss is None else step.scale(loss, share).sum() * 1.0
+        assert self._training is not None
+        return self._training.forward(stage, part, received)
 
-    def _trace_first_step(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> None:
+    def join_micro_batches(self) -> bool:
+        """Run the code after the blocks once per batch from now on; returns whether this is new."""
+        training = self._training
+        if training is None or training.is_whole or self._micro_batches == 1:
+            return False
+        training.is_whole = True
+        return True
+
+    def _trace_first_step(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> Training:
         """Trace the first micro-batch without gradients to find dependencies between stages. A collective.
 
         Restores the module's state.
@@ -289,12 +250,12 @@ class PipelineEngine:
         set_random_state(random, self._device)
         trace.finish()
         problems += trace.problems
-        own = trace.needs, trace.mutated, problems, error is None, trace.draws
+        own = trace.needs, trace.mutated, problems, error is None, trace.draws, trace.draws_inside, trace.joins
         found = all_gather_values(own, self._group, self._device)
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]
-            self._routes, unsent = plan_routes(self.cut, self._ranks, trace, needs, forms, left)
+            routes, unsent = plan_routes(self.cut, self._ranks, trace, needs, forms, left)
             problems = list(dict.fromkeys([*unsent, *(problem for each in found for problem in each[2])]))
             if problems:
                 raise RuntimeError(" ".join(problems)) from error
@@ -302,37 +263,15 @@ class PipelineEngine:
             raise error
         if not all(each[3] for each in found):
             raise RuntimeError("training_step failed on another stage of the pipeline; see the error of its rank.")
-        self._draws = any(each[4] for each in found)
-        self._state = StepState(self._module, places, self._ranks, self._channel) if places else None
-
-    def _run_schedule(self, count: int) -> None:
-        schedule, taken = self._schedule(count)
-        sends = None if taken is None else Sends(taken)
-        for stage in self.stages:
-            stage.sends = sends
-        schedule.step(target=torch.arange(count), return_outputs=False)
-        if sends is not None:
-            sends.finish()
-
-    def _schedule(self, count: int) -> tuple[Any, dict[SendPlace, list[SendPlace]] | None]:
-        """Return torch's schedule for ``count`` micro-batches, and its releasable sends."""
-        if count not in self._schedules:
-            made = make_schedule(self._schedule_name, self.stages, count, lambda output, target: output)
-            orders = orders_of(made)
-            taken = None if orders is None else releasable_sends(orders, dist.get_rank(self._group))
-            self._schedules[count] = made, taken
-        return self._schedules[count]
-
-    def _end_step(self) -> None:
-        self._step = None
-        for stage in self.stages:
-            stage.clear_runtime_states()
-            stage.sends = None
-
-    def _forget_step(self) -> None:
-        self._end_step()
-        self._gates.current = None
-        self._schedules.clear()
+        training = Training(
+            self._module, self.cut, self._gates, self.stages, routes,
+            StepState(self._module, places, self._ranks, self._channel) if places else None,
+            self._randomness, ranks=self._ranks, group=self._group, device=self._device,
+            schedule=self._schedule_name, run=self._run, rehearsing=self._rehearsing,
+            draws=(any(each[4] for each in found), any(each[5] for each in found)),
+        )  # fmt: skip
+        training.is_whole = micro_batches > 1 and any(each[6] for each in found)
+        return training
 
     # Evaluation
 
@@ -417,7 +356,7 @@ class PipelineEngine:
             return self._relayed(run, function, draws)
         trace = DependencyTrace(self.cut, self._device)
         run = RelayPass(self.cut, self._ranks, self._channel, trace, everything=True)
-        with redirected_log(self._module, partial(_logged_and_used, getattr(self._module, "log", _no_log), trace)):
+        with redirected_log(self._module, partial(_logged_and_used, getattr(self._module, "log", no_log), trace)):
             output = self._relayed(run, function)
         trace.use_results(output)
         trace.finish()
@@ -448,15 +387,6 @@ class PipelineEngine:
         return output
 
 
-class _Step(NamedTuple):
-    """State of a running :meth:`PipelineEngine.train`."""
-
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    recorder: LogRecorder
-    scale: Callable[[Tensor, float], Tensor]
-    seeds: list[int]
-
-
 def _connect_neighbors(group: dist.ProcessGroup, device: torch.device) -> None:
     """Exchange one number with each neighbor, pair by pair in the same order on all ranks.
 
@@ -471,10 +401,6 @@ def _connect_neighbors(group: dist.ProcessGroup, device: torch.device) -> None:
                 dist.send(number, group=group, group_dst=target)
             elif rank == target:
                 dist.recv(number, group=group, group_src=source)
-
-
-def _no_log(name: str, value: Any, **kwargs: Any) -> None:
-    """Ignore logs of a module without ``log``."""
 
 
 def _logged_and_used(log: Callable[..., Any], trace: DependencyTrace, name: str, value: Any, **kwargs: Any) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.core.torch_internals import peek_interpreter_stack
 from trainwright.strategies.contract.attributes import with_attributes
-from trainwright.strategies.pipeline.cut import put
+from trainwright.strategies.pipeline.cut import PipelineCut, put
 from trainwright.strategies.pipeline.tracing import block_values
 from trainwright.strategies.pipeline.tracing.block_values import BlockValue, Call, Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import Source
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.tracing.whole_batch import Kind, NotAdditive, Rehearsal, Replay, StandIns
 from trainwright.strategies.pipeline.value_spec import tensors_in
 
 
@@ -31,19 +33,23 @@ class Pass(Protocol):
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of block ``index``; ``call`` runs it."""
 
+    def unit(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a module outside of the blocks; ``call`` runs it."""
+
 
 class Gates:
-    """One gate per block, around all of its hooks.
+    """One gate per block, and per module with parameters outside of the blocks, around all of its hooks.
 
     Args:
         blocks: in execution order.
+        units: modules outside of the blocks.
 
     Attributes:
         current: the active run; without one (recomputation in backward, direct calls) blocks run normally.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
+        self._blocks, self._units = blocks, units
         self._attached = ExitStack()
         self.current: Pass | None = None
 
@@ -53,6 +59,9 @@ class Gates:
             # Torch calls this instead of hooks and forward, as for a compiled block.
             gate = self._gate(index, block._compiled_call_impl or block._call_impl)
             self._attached.enter_context(with_attributes(block, _compiled_call_impl=gate))
+        for unit in self._units:
+            gate = self._unit_gate(unit, unit._compiled_call_impl or unit._call_impl)
+            self._attached.enter_context(with_attributes(unit, _compiled_call_impl=gate))
 
     def detach(self) -> None:
         """Remove the gates."""
@@ -71,24 +80,87 @@ class Gates:
 
         return gate
 
+    def _unit_gate(self, unit: nn.Module, call: Call) -> Call:
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs) if self.current is None else self.current.unit(unit, call, args, kwargs)
+
+        return gate
+
+
+def units_of(module: nn.Module, cut: PipelineCut) -> list[nn.Module]:
+    """Return the largest modules with parameters that neither are blocks nor contain any, and metrics."""
+    blocks = {id(block) for block in cut.blocks}
+    owners = {id(owner) for name in cut.holders for owner, _ in cut.slots(name)}
+    found: list[nn.Module] = []
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop().children():
+            ids = {id(sub) for sub in child.modules()}
+            if id(child) in blocks or any(child is known for known in found):
+                continue
+            is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+            if ids & blocks or (is_container and ids & owners):
+                waiting.append(child)
+            elif ids & owners or isinstance(child, Metric):
+                found.append(child)
+    return found
+
+
+class RehearsalPass:
+    """A run of the user's step on the whole batch without values.
+
+    Args:
+        rehearsal: records it.
+        stand_ins: outputs of blocks.
+        cut: of the module.
+        is_full: whether it continues after the blocks.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, stand_ins: StandIns, cut: PipelineCut, is_full: bool) -> None:
+        self._rehearsal, self._stand_ins, self._cut, self._is_full = rehearsal, stand_ins, cut, is_full
+
+    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a tensor without values; see :class:`Pass`."""
+        if not self._is_full:
+            raise StageDone
+        self._rehearsal.in_blocks = True
+        with self._rehearsal.paused():
+            block = self._cut.blocks[index]
+            return self._stand_ins.output(block, args, kwargs, self._stand_ins.key_of(block))
+
+    def unit(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a tensor without values."""
+        return self._rehearsal.unit(module, args, kwargs)
+
+    def run(self, function: Callable[[], Any]) -> None:
+        """Run ``function``, which runs the user's step."""
+        with self._rehearsal, suppress(StageDone):
+            function()
+
 
 class StagePass:
     """One stage's run of a training step on one micro-batch.
 
     Args:
         routes: of sent values.
-        stage: index of the stage.
+        stage: index of the stage; the number of stages: of the code after the blocks by itself.
         received: from the previous stage; unused by the first.
 
     Attributes:
         output: of the stage's last block, once it ran.
+        replay: of the whole batch's values; ``None``: not needed.
+        leaves_after: whether the step ends after the stage's last block, although no block follows.
         randomness: switches own blocks to the rank's generators; ``None``: not needed.
     """
 
     def __init__(self, routes: StageRoutes, stage: int, received: Any) -> None:
-        self.span, self.output = routes.cut.spans[stage], None  # type: range, Any
+        count = len(routes.cut.names)
+        self.span: range = routes.cut.spans[stage] if stage < routes.cut.stages else range(count, count)
+        self.output: Any = None
         self.randomness: StepRandomness | None = None
-        self._routes, self._cut, self._stage = routes, routes.cut, stage
+        self.replay: Replay | None = None
+        self.leaves_after = False
+        self._routes, self._cut, self.stage = routes, routes.cut, stage
         self._names = routes.cut.names
         arriving = routes.sent[stage - 1] if stage else ()
         self._main, carried = received if arriving else (received, ())
@@ -112,17 +184,32 @@ class StagePass:
             raise StageDone
         self._next += 1
         if index < self.span.start:
-            return self._skip(index)
+            return self._marked(self._skip(index))
         if any(type(value) is Placeholder for value in (*args, *kwargs.values())):
             block_values.refuse_placeholders((args, kwargs), f"What is given to the block {self._names[index]!r}")
-        with self.randomness.block() if self.randomness is not None else nullcontext():
+        with ExitStack() as stack:
+            if self.replay is not None:
+                stack.enter_context(self.replay.paused())
+            if self.randomness is not None:
+                stack.enter_context(self.randomness.block())
             output = self._call(index, call, args, kwargs)
-        if index == self.span.stop - 1 and not self.is_last:
+        if index == self.span.stop - 1 and (not self.is_last or self.leaves_after):
             # Sent as a copy if it is changed in place before the next block.
             copied = index in self._routes.copied
             self.output = pytree.tree_map_only(Tensor, Tensor.clone, output) if copied else output
             self._versions = [t._version for t in tensors_in(self.output)]
+            if self.leaves_after:
+                raise StageDone
+        return self._marked(output)
+
+    def _marked(self, output: Any) -> Any:
+        if self.replay is not None:
+            self.replay.mark(output, Kind.SAMPLES)
         return output
+
+    def unit(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module outside of the blocks."""
+        return call(*args, **kwargs) if self.replay is None else self.replay.unit(module, call, args, kwargs)
 
     def _call(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index not in self._routes.kept:
@@ -135,7 +222,7 @@ class StagePass:
                 f"{len(self._routes.forms[index].tensors)} in the first step. Under a pipeline each step must provide "
                 "the same ones; use pipeline=1 for this model."
             )
-        for source in self._routes.sent[self._stage]:
+        for source in self._routes.sent[self.stage]:
             if source.kind == "block" and source.block == index:
                 tensor = tensors[source.leaf]
                 self._own[source] = tensor.clone() if source in self._routes.cloned else tensor
@@ -144,7 +231,7 @@ class StagePass:
     def _skip(self, index: int) -> Any:
         """Return the result of a block of an earlier stage."""
         routes = self._routes
-        if index not in routes.rebuilt[self._stage]:
+        if index not in routes.rebuilt[self.stage]:
             if index == self.span.start - 1:
                 return self._main
             if self._skipped_output is None:
@@ -177,10 +264,15 @@ class StagePass:
         borrowed = [(source.name, t) for source, t in self._carried.items() if source.name in self._cut.ghosts]
         for name, tensor in borrowed:
             put(self._cut.slots(name), tensor)
+            if self.replay is not None:
+                self.replay.mark(tensor, Kind.PARAMETER)
         try:
-            output = function()
+            with self.replay or nullcontext():
+                output = function()
+        except NotAdditive:
+            return None
         except StageDone:
-            sent = self._routes.sent[self._stage]
+            sent = self._routes.sent[self.stage]
             return (self.output, tuple(map(self._sent_on, sent))) if sent else self.output
         finally:
             for name, _ in borrowed:

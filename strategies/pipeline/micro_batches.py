@@ -182,6 +182,19 @@ def _rebuilt(batch: Any, values: dict[Any, Any]) -> Any:
     return new
 
 
+def copied(batch: Any) -> Any:
+    """Return the batch with copies of its tensors."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    children = _children(batch)
+    return _rebuilt(batch, {name: copied(value) for name, value in children}) if children else batch
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch."""
+    return [tensor for _, tensor, _ in _tensors(batch, {})]
+
+
 def signature(value: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Return paths, shapes and dtypes of all tensors, which determine the shapes of a step."""
     return tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor, _ in _tensors(value, {}))

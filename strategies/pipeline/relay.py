@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.gates import order_message
@@ -89,6 +90,10 @@ class RelayPass:
         if not self._in_gap:
             self._in_gap, self._held = True, self._next_result(index)
         return self._held
+
+    def unit(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module outside of the blocks."""
+        return call(*args, **kwargs)
 
     def _run_and_broadcast(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block and broadcast its value, or receive and replay it."""

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,24 @@ from torchmetrics import Metric
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.pipeline.tracing.whole_batch import Logged
 from trainwright.strategies.pipeline.value_spec import ValueChannel
 
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
+
+
+class Verdict(NamedTuple):
+    """What the last stage found in a step.
+
+    Attributes:
+        problem: why its micro-batches do not add up to the whole batch; ``""``: they do.
+        is_redone: whether the step is repeated another way.
+        draws: whether the step draws random numbers outside of the blocks.
+    """
+
+    problem: str = ""
+    is_redone: bool = False
+    draws: bool = False
 
 
 @dataclass
@@ -26,7 +41,7 @@ class _Logged:
     kwargs: dict[str, Any]
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    batch_sizes: list[float] = field(default_factory=list)
+    batch_size: float | None = None
 
 
 class LogRecorder:
@@ -36,9 +51,14 @@ class LogRecorder:
         sizes: samples of each micro-batch.
         device: of the results.
         module: the user's.
+        known: what the whole batch logs; ``None``: values are means over micro-batches, weighted by samples, or
+            reduced by their ``reduce_fx``.
     """
 
-    def __init__(self, sizes: list[int], device: torch.device, module: nn.Module) -> None:
+    def __init__(
+        self, sizes: list[int], device: torch.device, module: nn.Module, known: Mapping[str, Logged] | None = None
+    ) -> None:
+        self.known = known
         self.sizes, self.device, self.module = sizes, device, module
         self.metrics: dict[str, tuple[str, dict[str, Any]]] = {}
         self.current: int | None = None
@@ -68,10 +88,15 @@ class LogRecorder:
         size = kwargs.pop("batch_size", None)
         logged = self.logs.setdefault(name, _Logged(kwargs))
         logged.kwargs = kwargs
+        if self.known is not None:
+            whole = self.known.get(name, Logged(None, None))
+            value = value if whole.value is None else whole.value
+            logged.batch_size = whole.batch_size
+        elif size is not None:
+            logged.batch_size = (logged.batch_size or 0.0) + float(size)
+        is_weighted = self.known is None and size is not None
         logged.values.append(_number(value, self.device))
-        logged.weights.append(float(self.sizes[self.current] if size is None else size))
-        if size is not None:
-            logged.batch_sizes.append(float(size))
+        logged.weights.append(float(size if is_weighted else self.sizes[self.current]))
 
     def _name_of(self, metric: Metric) -> str | None:
         # Lightning fills this at the first log of a metric.
@@ -151,22 +176,26 @@ class Publisher:
         self._sent: tuple[Any, bytes] = (None, b"")
         self._known: tuple[bytes, Any] = (b"", None)
 
-    def publish(self, recorder: LogRecorder, log: Callable[..., Any]) -> Any:
-        """Return the output of the whole batch, and log recorded values, on every rank. A collective.
+    def publish(self, recorder: LogRecorder, log: Callable[..., Any], verdict: Verdict) -> tuple[Any, Verdict]:
+        """Return output and verdict of the last stage, and log recorded values, on every rank. A collective.
 
         Args:
             recorder: of the step; empty on other ranks.
-            log: called as ``log(name, value, **kwargs)``.
+            log: called as ``log(name, value, **kwargs)``, unless there is a problem.
+            verdict: of this rank.
 
         Raises:
             TypeError: on every rank, if a result cannot be sent.
         """
         received = self._channel.broadcast(
-            self._source, self._describe(recorder) if self._is_source else None, "training_step"
+            self._source, self._describe(recorder, verdict) if self._is_source else None, "training_step"
         )
         if isinstance(received, str):
             raise TypeError(received)
-        description, tensors, numbers = received
+        description, tensors, numbers, found = received
+        verdict = Verdict(*found)
+        if verdict.problem or verdict.is_redone:
+            return None, verdict
         if description != self._known[0]:
             self._known = description, unpack(description)
         is_dict, entries, logs, metrics = self._known[1]
@@ -177,7 +206,7 @@ class Publisher:
         for name, kwargs, is_sized in logs:
             value = next(number).to(torch.get_default_dtype())
             log(name, value, **kwargs, **({"batch_size": round(next(number).item())} if is_sized else {}))
-        return output if is_dict else output.get("loss")
+        return (output if is_dict else output.get("loss")), verdict
 
     def _entry(self, how: tuple[Any, ...], number: Iterator[Tensor], tensor: Iterator[Tensor]) -> Any:
         match how:
@@ -189,15 +218,20 @@ class Publisher:
                 return next(tensor)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), how[1])
 
-    def _describe(self, recorder: LogRecorder) -> tuple[bytes, list[Tensor], Tensor] | str:
-        """Return description, tensors and numbers; or why they cannot be sent."""
+    def _describe(self, recorder: LogRecorder, verdict: Verdict) -> tuple[Any, ...] | str:
+        """Return description, tensors, numbers and verdict; or why they cannot be sent."""
+        if verdict.problem or verdict.is_redone:
+            return b"", [], torch.empty(0, device=self._device), tuple(verdict)
         output, logs = recorder.merged_output(), recorder.logs
         entries = output if isinstance(output, dict) else {} if output is None else {"loss": output}
         hows = [(key, _how(value)) for key, value in entries.items()]
         values = [entries[key] for key, how in hows if how[0] in ("float", "scalar")]
         for each in logs.values():
-            values += [_reduced(each), *([sum(each.batch_sizes)] if each.batch_sizes else [])]
-        logged = [(name, _named(each.kwargs), bool(each.batch_sizes)) for name, each in logs.items()]
+            values += [
+                _reduced(each, recorder.known is not None),
+                *([] if each.batch_size is None else [each.batch_size]),
+            ]
+        logged = [(name, _named(each.kwargs), each.batch_size is not None) for name, each in logs.items()]
         metrics = [(name, where, _named(kwargs)) for name, (where, kwargs) in recorder.metrics.items()]
         names = (isinstance(output, dict), hows, logged, metrics)
         try:
@@ -209,7 +243,8 @@ class Publisher:
                 "Return and log numbers, tensors and plain values."
             )
         numbers = torch.stack([_number(value, self._device) for value in (0, *values)])[1:]
-        return self._sent[1], [entries[key].to(self._device) for key, how in hows if how == ("tensor",)], numbers
+        tensors = [entries[key].to(self._device) for key, how in hows if how == ("tensor",)]
+        return self._sent[1], tensors, numbers, tuple(verdict)
 
 
 def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,8 +264,8 @@ def _how(value: Any) -> tuple[Any, ...]:
     return ("float",) if isinstance(value, float) else ("object", value)
 
 
-def _reduced(logged: _Logged) -> Tensor:
-    how = logged.kwargs.get("reduce_fx", "mean")
+def _reduced(logged: _Logged, adds_up: bool) -> Tensor:
+    how = "mean" if adds_up else logged.kwargs.get("reduce_fx", "mean")
     how = how if isinstance(how, str) else _REDUCTIONS.get(how, "mean")
     values = torch.stack(logged.values)
     if how in ("sum", "max", "min"):
@@ -257,6 +292,10 @@ def _same(one: Any, other: Any) -> bool:
         return bool(one == other)
     except (RuntimeError, ValueError):  # tensors or arrays in an object
         return False
+
+
+def no_log(name: str, value: Any, **kwargs: Any) -> None:
+    """Ignore logs of a module without ``log``."""
 
 
 @contextmanager

@@ -179,7 +179,12 @@ def orders_of(schedule: Any) -> dict[int, list[tuple[str, int, int]]] | None:
 
 
 def make_schedule(
-    name: str, stages: list[UserStepStage], micro_batches: int, loss_fn: Callable[[Any, Any], Any]
+    name: str,
+    stages: list[UserStepStage],
+    micro_batches: int,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    drains: bool = False,
 ) -> Any:
     """Create torch's schedule for ``micro_batches``.
 
@@ -191,9 +196,10 @@ def make_schedule(
         stages: this rank's stages, ascending.
         micro_batches: how many.
         loss_fn: see torch.
+        drains: whether all forwards come before all backwards.
     """
     ranks, count = stages[0].group_size, stages[0].num_stages
-    possible = can_run(name, micro_batches, ranks, count)
+    possible = not drains and can_run(name, micro_batches, ranks, count)
     if name in ("gpipe", "1f1b"):
         single: Any = CHOICES[name if possible else "gpipe"].load()
         return single(stages[0], n_microbatches=micro_batches, loss_fn=loss_fn, scale_grads=False)

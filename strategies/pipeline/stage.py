@@ -59,6 +59,8 @@ class UserStepStage(_PipelineStageBase):
     Attributes:
         signatures: of the micro-batches of this step, keys of their specs.
         sends: of this step; ``None``: left to torch's schedule.
+        run_tail: runs the code after the last stage's blocks on the outputs of all micro-batches, and returns their
+            gradients; ``None``: it runs within each.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class UserStepStage(_PipelineStageBase):
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._deferred: dict[int, Any] = {}
         self.sends: Sends | None = None
+        self.run_tail: Callable[[UserStepStage, list[Activation]], list[tuple[Tensor | None, ...]]] | None = None
+        self._ended: dict[int, Activation] = {}
 
     # Set-up: nothing needs to be known in advance
 
@@ -105,7 +109,7 @@ class UserStepStage(_PipelineStageBase):
         """Clear all state of the last step, also after an error."""
         kept: tuple[Any, ...] = (
             self.fwd_cache, self.bwd_cache, self.backward_state, self.dw_runner, self.output_chunks,
-            self._inputs, self._gradients, self._deferred,
+            self._inputs, self._gradients, self._deferred, self._ended,
         )  # fmt: skip
         for cache in kept:
             cache.clear()
@@ -139,15 +143,28 @@ class UserStepStage(_PipelineStageBase):
         if not self.is_first:
             received, leaves = self._enter(fwd_chunk_id)
         output = self._forward(self.stage_index, fwd_chunk_id, received)
-        if self.is_last:
+        if self.is_last and self.run_tail is None:
             loss = output if output is not None else torch.zeros((), device=self.device)
             self.fwd_cache[fwd_chunk_id] = (None, cast("list[Tensor]", leaves))
             return loss
         form, tensors = to_spec(output, self._source)
+        if self.is_last:
+            self.fwd_cache[fwd_chunk_id] = (tensors, cast("list[Tensor]", leaves))
+            self._end(fwd_chunk_id, Activation(form, tensors))
+            return torch.zeros((), device=self.device)
         if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self._registry.publish(self.stage_index, self.signatures[fwd_chunk_id], form, self._source)
         self.fwd_cache[fwd_chunk_id] = (tensors, cast("list[Tensor]", leaves))
         return Activation(form, tensors)
+
+    def _end(self, chunk: int, output: Activation) -> None:
+        """Run the code after the blocks once all micro-batches are there."""
+        assert self.run_tail is not None
+        self._ended[chunk] = output
+        if len(self._ended) == self.chunks:
+            outputs = [self._ended[each] for each in sorted(self._ended)]
+            self._ended.clear()
+            self._gradients.update(enumerate(self.run_tail(self, outputs)))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send this stage's output to the next one."""
@@ -197,14 +214,15 @@ class UserStepStage(_PipelineStageBase):
         self._computes("B" if full_backward else "I", bwd_chunk_id)
         outputs, leaves = self.fwd_cache.pop(bwd_chunk_id)
         gradients: Sequence[Tensor | None]
-        if self.is_last:
+        is_loss = self.is_last and self.run_tail is None
+        if is_loss:
             outputs, gradients = (loss,), (None,)
         else:
             gradients = self._gradients.pop(bwd_chunk_id)
         pairs = [
             (output, None if gradient is None else gradient.to(output.dtype))
             for output, gradient in zip(outputs, gradients, strict=True)
-            if output.requires_grad and (gradient is not None or self.is_last)
+            if output.requires_grad and (gradient is not None or is_loss)
         ]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         if full_backward:

@@ -28,10 +28,11 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 
 from trainwright.core.config.targets import function_at
-from trainwright.core.torch_internals import legacy_get_string
+from trainwright.core.torch_internals import FakeTensor, legacy_get_string
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.gradients import local_tensor, widest
 from trainwright.strategies.contract.registry import strategy_names
+from trainwright.strategies.pipeline.tracing.sample_functions import valid_targets
 
 LossWeighting = Literal["micro_batch", "tokens"]
 TokenCount = Callable[[Any], Any]
@@ -40,7 +41,6 @@ LOSS_WEIGHTINGS = ("micro_batch", "tokens")
 
 # Functions of torch.nn.functional that average over the targets that are not ignore_index.
 _OBSERVED = ("cross_entropy", "nll_loss", "linear_cross_entropy")
-_IGNORED = -100
 
 _ADVICE = (
     "Give the number of valid tokens with token_count='package.module:function', a function of the batch, or use "
@@ -148,7 +148,9 @@ class TokenWeights:
             if id(value) in by_id
         ]
 
-    def weight(self, loss: Tensor, seen: Observation | None = None, padding: bool = False) -> Tensor:
+    def weight(
+        self, loss: Tensor, seen: Observation | None = None, padding: bool = False, share: float = 1.0
+    ) -> Tensor:
         """Return what to differentiate instead of ``loss``, the mean over the valid tokens of one micro-batch.
 
         The first call of a run is a collective of the data ranks.
@@ -157,6 +159,7 @@ class TokenWeights:
             loss: scalar.
             seen: of the micro-batch; default the latest.
             padding: the batch only matches collectives and has no weight.
+            share: of the samples of the batch that ``seen`` is of; ``loss`` is its contribution to that batch's.
 
         Raises:
             RuntimeError: if no loss was observed.
@@ -167,7 +170,7 @@ class TokenWeights:
                 "loss_weighting='tokens' found no call of cross_entropy or nll_loss of torch.nn.functional (with a "
                 "gradient) in training_step, so it cannot count valid tokens. " + _ADVICE
             )
-        count = torch.zeros_like(seen.count) if padding else seen.count
+        count = torch.zeros_like(seen.count) if padding else seen.count * share
         if self._is_alone:
             self._reference = count.clamp(min=1)
         elif self._reference is None:
@@ -292,7 +295,7 @@ class TokenWeights:
             if not torch.is_grad_enabled() or not call.arguments["input"].requires_grad:
                 return original(*args, **kwargs)
             _refuse_uncountable(original.__name__, seen, call.arguments)
-            seen.count = count = _valid_targets(call.arguments)
+            seen.count = count = valid_targets(call.arguments)
             return _mean(original, call, count)
         finally:
             self._watch(seen)
@@ -319,21 +322,12 @@ def _refuse_uncountable(name: str, seen: Observation, arguments: dict[str, Any])
         )
 
 
-@torch.no_grad()
-def _valid_targets(arguments: dict[str, Any]) -> Tensor:
-    """Return the divisor of a mean: the number of targets that are not ignored, or the sum of their class weights."""
-    target: Tensor = arguments["target"]
-    weight: Tensor | None = arguments["weight"]
-    ignored = arguments["ignore_index"]
-    valid = target.ne(_IGNORED if ignored is None else ignored)
-    if weight is None:
-        return valid.sum(dtype=widest(target.device))
-    return (weight[target.masked_fill(~valid, 0)].to(widest(target.device)) * valid).sum()
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def _mean(original: Callable[..., Tensor], call: inspect.BoundArguments, count: Tensor) -> Tensor:
     """Return the mean, 0 without valid targets."""
-    if original.__name__ != "linear_cross_entropy" and type(call.arguments["input"]) in (Tensor, nn.Parameter):
+    if original.__name__ != "linear_cross_entropy" and type(call.arguments["input"]) in _PLAIN:
         mean: Tensor = original(*call.args, **call.kwargs)
         return torch.where(count > 0, mean, torch.zeros_like(mean))
     # For other kinds of logits, backward through an empty mean may turn zero gradients into NaN.

@@ -56,10 +56,16 @@ class Certificate:
             trains: whether several ranks will train it.
         """
         self.is_due, self.is_on, self._weights, self.patterns = False, False, None, Patterns()
-        self._written = None if self.choice == "off" else AsWritten.of(module)
-        if trains and self._written is not None and self._written.is_new:
+        self._written = AsWritten.of(module)
+        if trains and self.choice != "off" and self._written.is_new:
             is_deferred = any(parameter.is_meta for parameter in module.parameters())
             self._weights = None if is_deferred else sketches_of_wholes(self._written)
+
+    @property
+    def written(self) -> AsWritten:
+        """The module before the strategy modified it, once the strategy is set up."""
+        assert self._written is not None
+        return self._written
 
     def set_up(self, strategy: Any) -> None:
         """Record the modified module and compare weights; a certificate is due if the module is split. A collective.
@@ -67,10 +73,9 @@ class Certificate:
         Raises:
             RuntimeError: with ``"refuse"``, if the ranks' shards differ from the first rank's weights.
         """
-        if self._written is None:
-            return
+        assert self._written is not None
         self._written.set_up()
-        fitting = strategy.lightning_module.trainer.state.fn == "fit"
+        fitting = strategy.lightning_module.trainer.state.fn == "fit" and self.choice != "off"
         self.outcome, self.is_due = None, fitting and strategy.certified.is_split
         if self.is_due and is_param_in_hook_signature(strategy.lightning_module.training_step, "dataloader_iter", True):
             self.is_due = False

@@ -38,6 +38,10 @@ class Certified:
         found: Tensor | None = dict(self._strategy.lightning_module.named_parameters()).get(name)
         return found
 
+    def adapts(self) -> bool:
+        """Compute steps in another way from now on, whose results were not those of the module; if there is one."""
+        return False
+
     def shares(self, batch: Any) -> list[tuple[Any, float]]:
         """Return parts of a batch with their weights, for a loss that is a weighted mean over them.
 

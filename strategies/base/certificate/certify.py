@@ -85,7 +85,9 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
         outcome = compare(names, found, tolerance, time.perf_counter() - start, changed)
         if outcome.holds:
             return outcome
-        return replace(outcome, module=_first_module(strategy, written, batch, parts, batch_idx, outcome))
+        if not strategy.certified.adapts():
+            return replace(outcome, module=_first_module(strategy, written, batch, parts, batch_idx, outcome))
+    return certify(strategy, written, batch, batch_idx)
 
 
 def _first_module(

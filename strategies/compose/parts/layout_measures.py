@@ -45,12 +45,10 @@ class CertifiedParts(CertifiedShards):
         used = [axis for axis in axes if getattr(layout, axis) > 1]
         return f"Use {' or '.join(f'{axis}=1' for axis in used)}." if used else super().remedy(module)
 
-    def shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """See the base class: micro-batches of a pipeline, with ``loss_weighting="tokens"``."""
-        strategy = self._strategy
-        weights = getattr(strategy.lightning_module.trainer, "token_weights", None)
-        weighs = strategy.traits.backward_in_step and weights is not None
-        return strategy._engines.micro_batches_of(batch) if weighs else super().shares(batch)
+    def adapts(self) -> bool:
+        """See the base class: a pipeline may run the code after the blocks once per batch."""
+        is_new: bool = self._strategy._engines.join_micro_batches()
+        return is_new
 
     def parts(self) -> tuple[Assembly, dist.ProcessGroup | None]:
         """See the base class."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.strategies.pipeline.absent import partial_use
 from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.tracing.absent import partial_use
 from trainwright.strategies.pipeline.tracing.block_values import SideOutputs, placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace, Source, explain
 from trainwright.strategies.pipeline.value_spec import ValueSpec
@@ -22,7 +22,8 @@ class StageRoutes:
 
     Args:
         cut: of the module.
-        needs: for each stage, the values that it needs and does not compute or hold itself.
+        needs: for each stage, and at the end for the code after the blocks by itself, the values that it needs and
+            does not compute or hold itself.
         forms: of each block's value; empty if only outputs are sent.
         places: side outputs of each block.
         cloned: values that the step changes in place, so that copies must be sent; ``True``: changed before the next
@@ -46,7 +47,7 @@ class StageRoutes:
                     for source in frozenset[Source]().union(*self.needs[stage + 1 :])
                     if any(
                         source in self.needs[later] and self.origin(source, later) <= stage
-                        for later in range(stage + 1, self.cut.stages)
+                        for later in range(stage + 1, len(self.needs))
                     )
                 )
             )
@@ -77,7 +78,7 @@ class StageRoutes:
         arriving = [{source.block for source in sent} for sent in ((), *self.sent)]
         return [
             frozenset(more | ((changed | arriving[stage]) - {span.start - 1}))
-            for stage, span in enumerate(self.cut.spans)
+            for stage, span in enumerate([*self.cut.spans, range(len(self.cut.names), len(self.cut.names))])
         ]
 
     def placeholder_like(self, tensor: Tensor) -> Tensor:
@@ -142,7 +143,14 @@ def plan_routes(
                 if source.block != cut.spans[stage].start - 1 or not is_output:
                     kept.add(source)
         wanted.append(frozenset(kept | _mismatched_outputs(routes, stage)))
+    wanted.append(wanted[-1] | {source for source in needs[-1] if _is_beside_output(cut, routes, source)})
     return StageRoutes(cut, wanted, forms, places, cloned), list(dict.fromkeys(problems))
+
+
+def _is_beside_output(cut: PipelineCut, routes: StageRoutes, source: Source) -> bool:
+    """Return whether code after the blocks gets a value of a block in another way than as the last one's output."""
+    is_output = source.kind == "block" and source.leaf < routes.tensors_of_output(source.block)
+    return source.kind == "block" and not (is_output and source.block == len(cut.names) - 1)
 
 
 def needs_everything(routes: StageRoutes, trace: DependencyTrace) -> bool:

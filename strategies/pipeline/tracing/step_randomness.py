@@ -6,8 +6,9 @@ before the blocks and used after them would differ on the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,52 @@ class StepRandomness:
     Args:
         group: ranks of the pipeline.
         device: of the activations.
+        from_last: returns a value of the last stage on all ranks, given its description; a collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, from_last: Callable[[Any, str], Any]) -> None:
+        self._group, self._device, self._from_last = group, device, from_last
+
+    # ---- training steps -----------------------------------------------------------------------------------------
+
+    def begin(self, draws_inside: bool) -> None:
+        """Start a training step: all stages take the last one's generators for code outside of the blocks.
+
+        Args:
+            draws_inside: whether blocks draw, so that the ranks' generators differ. If so, a collective.
+        """
+        self._inside = generators.torch_state(self._device)
+        if draws_inside:
+            generators.set_torch_state(self._of_last(self._inside), self._device)
+        self._common = generators.random_state(self._device)
+        self._seed = int(torch.randint(2**62, ()))
+
+    @contextmanager
+    def micro_batch(self, part: int | None) -> Iterator[None]:
+        """Run code outside of the blocks inside: of the whole batch (``None``), or of a micro-batch.
+
+        What a micro-batch draws for activations (dropout) differs between micro-batches.
+        """
+        generators.set_random_state(self._common, self._device)
+        if part is not None:
+            torch.manual_seed((self._seed + part) % 2**62)
+        yield
+        if part is None:
+            self._after = generators.random_state(self._device)
+
+    def end(self, draws_inside: bool) -> None:
+        """End a training step: all stages get the generators of the last one. A collective."""
+        generators.set_random_state(self._of_last(self._after), self._device)
+        if draws_inside:
+            generators.set_torch_state(self._inside, self._device)
+
+    def _of_last(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = sorted(state)
+        values = self._from_last([state[name] for name in names], "The state of random number generators")
+        # Clones: torch reads the state of a generator from the start of a tensor's memory.
+        return dict(zip(names, (value.cpu().clone() for value in values), strict=True))
+
+    # ---- evaluation ---------------------------------------------------------------------------------------------
 
     def seeds(self, count: int) -> list[int]:
         """Return ``count`` seeds, equal on every rank of the pipeline. A collective."""

@@ -61,7 +61,9 @@ def find_places(
             is_result = change.name not in sub._buffers and Source("state", change.label) not in sources
             if block is not None and is_result:
                 continue  # used by the step itself, such as an auxiliary loss
-            if micro_batches > 1:
+            if micro_batches > 1 and block is None and _stage_for(cut, sources, change) and _is_after(sources, cut):
+                trace.joins = True
+            elif micro_batches > 1:
                 problems.append(_data_dependent_problem(change, sub, micro_batches))
                 continue
         if change.kind == "number" and trace.reads_numbers and micro_batches > 1:
@@ -81,6 +83,11 @@ def _stage_for(cut: PipelineCut, sources: Iterable[Source], change: Change) -> i
         for source in sources
     )
     return 0 if first and any(source.kind == "parameter" for source in sources) else cut.stages - 1
+
+
+def _is_after(sources: Iterable[Source], cut: PipelineCut) -> bool:
+    """Return whether a value is computed after the blocks, from the last one's output."""
+    return any(source.kind == "block" and source.block == len(cut.names) - 1 for source in sources)
 
 
 def _is_metric(sub: nn.Module) -> bool:

@@ -1,0 +1,525 @@
+"""Values of a whole batch in steps that run once per micro-batch.
+
+One process computes a loss over the whole batch. Where a step divides a sum by a number of valid tokens, draws noise or
+counts classes, its micro-batches would compute something else. So each step first runs on the whole batch as a
+*rehearsal*: what depends on data only is computed, all else (parameters, activations) is a tensor without values.
+Micro-batches then repeat its calls one by one, with its results:
+
+- values of data only, random draws included, are the micro-batch's slices of the whole batch's values;
+- sums over samples are contributions to the whole batch's: weighted by its share of the samples, a micro-batch's loss
+  adds up to the loss of one process, for any quotient of sums.
+
+What cannot be a contribution (a maximum, a root of a mean, a relation between samples) is reported as a problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trainwright.core.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    _disable_current_modes,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+)
+from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.contract.cuts import METADATA
+from trainwright.strategies.pipeline.tracing import sample_functions as functions
+from trainwright.strategies.pipeline.tracing.block_values import READS_NUMBERS, READS_VALUES, SHAPE_ONLY, Call, Placeholder
+from trainwright.strategies.pipeline.value_spec import PLAIN, tensors_in
+from trainwright.strategies.plan.slots import Slot
+
+
+class NotAdditive(Exception):  # noqa: N818 - no error: it leaves the user's step
+    """Raised where a micro-batch cannot contribute to the whole batch; :class:`StagePass` catches it."""
+
+
+class MixedSamplesError(RuntimeError):
+    """Raised where code before the blocks selects samples of the whole batch."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"Before the blocks, training_step mixes samples of the whole batch ({function} with indices that it drew "
+            "or sorted), but a pipeline runs that code on micro-batches. Mix samples of the batch itself, before any "
+            "module is called on them, or use strategy.micro_batches=1."
+        )
+
+
+class Kind(IntEnum):
+    """What a value depends on: nothing, data, parameters, activations of each sample, or their sums over samples."""
+
+    CONSTANT = 0
+    DATA = 1
+    PARAMETER = 2
+    SAMPLES = 3
+    SUM = 4
+    OTHER = 5
+
+
+class Rehearsed(NamedTuple):
+    """A call of the rehearsal.
+
+    Attributes:
+        func: called.
+        shapes: of the tensors it returned.
+        values: copies of these, if drawn or computed from several samples of the data.
+        count: elements of its first tensor.
+        total: divisor of a mean over class indices.
+        numbers: plain arguments of an arithmetic function.
+    """
+
+    func: Any
+    shapes: tuple[tuple[int, ...], ...]
+    values: tuple[Tensor, ...] = ()
+    count: int = 0
+    total: Tensor | None = None
+    numbers: tuple[Any, ...] = ()
+
+
+class Logged(NamedTuple):
+    """A logged value of the rehearsal: a number, or ``None`` if it depends on activations; and the batch size given."""
+
+    value: float | None
+    batch_size: int | None
+
+
+class _Calls(TorchFunctionMode):
+    """Function mode that follows values of the user's own code; it is off within modules and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: Any = WeakIdKeyDictionary()
+
+    def kind(self, tensor: Tensor) -> Kind:
+        """Return what a tensor depends on."""
+        known: Kind | None = self._kinds.get(tensor)
+        if known is not None:
+            return known
+        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            return Kind.PARAMETER
+        if tensor.requires_grad or isinstance(tensor, Placeholder | FakeTensor):
+            return Kind.SAMPLES if tensor.dim() else Kind.SUM
+        return Kind.CONSTANT
+
+    def mark(self, value: Any, kind: Kind) -> None:
+        """Record what the tensors in ``value`` depend on; a block's single numbers are means over its samples."""
+        for tensor in tensors_in(value):
+            self._kinds[tensor] = Kind.SUM if kind is Kind.SAMPLES and not tensor.dim() else kind
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Turn the mode off inside."""
+        if _get_current_function_mode() is not self:
+            yield
+            return
+        _pop_mode()
+        try:
+            yield
+        finally:
+            _push_mode(self)
+
+
+class Rehearsal(_Calls):
+    """One run of a step on the whole batch, without values of parameters and activations.
+
+    Args:
+        stand_ins: of parameters.
+        batch: copied by the caller.
+        size: its samples.
+
+    Attributes:
+        calls: in order.
+        logs: by name.
+        draws: whether user code drew random numbers.
+        in_blocks: whether the first block was called.
+        problem: why it failed, or ``""``.
+    """
+
+    def __init__(self, stand_ins: StandIns, batch: Any, size: int) -> None:
+        super().__init__()
+        self.calls: list[Rehearsed] = []
+        self.logs: dict[str, Logged] = {}
+        self.draws, self.problem, self.size = False, "", size
+        self.in_blocks = False
+        self._positions: Any = WeakIdKeyDictionary()
+        self._stand_ins, self._reads = stand_ins, False
+        self.mark(batch, Kind.DATA)
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        """Record a log."""
+        is_known = not self._reads and (not isinstance(value, Tensor) or self.kind(value) <= Kind.DATA)
+        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        size = kwargs.get("batch_size")
+        with self.paused():
+            number = float(value) if is_known and is_number else None
+            self.logs[name] = Logged(number, None if size is None else int(size))
+
+    def unit(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the output of a module with parameters, without values."""
+        if id(module) in self._stand_ins.transparent:
+            with self._stand_ins.shown():
+                return module(*args, **kwargs)
+        with self.paused():
+            return self._stand_ins.output(module, args, kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, without values if an argument has none, and record it."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        if func in SHAPE_ONLY:
+            args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
+        given = tensors_in((args, kwargs))
+        kind = max(map(self.kind, given), default=Kind.CONSTANT)
+        draws = functions.draws(func)
+        if kind is Kind.CONSTANT and not draws:
+            return func(*args, **kwargs)
+        if kind <= Kind.DATA:
+            output = func(*args, **kwargs)
+            self.draws |= draws
+            is_needed = draws or not functions.computes_by_sample(func, args)
+            values = tuple(t.detach().clone() for t in tensors_in(output)) if is_needed else ()
+        elif func in READS_VALUES:
+            self._reads = True
+            return _no_value(func, args[0])
+        else:
+            if any(each in self._positions for each in functions.indices_of(func, args)) and not self.in_blocks:
+                raise MixedSamplesError(_name(func))
+            if draws:  # dropout: it advances the generator
+                self.draws = True
+                torch.rand(())
+            args, kwargs = self._stand_ins.without_values(func, args, kwargs)
+            output, values = func(*args, **kwargs), ()
+        found = tensors_in(output)
+        bound = functions.class_mean(func, args, kwargs) if kind > Kind.DATA else None
+        total = None if bound is None else functions.valid_targets(bound.arguments)
+        numbers = _numbers(args) if functions.is_arithmetic(func) else ()
+        shapes = tuple(tuple(each.shape) for each in found)
+        self.calls.append(Rehearsed(func, shapes, values, given[0].numel() if given else 0, total, numbers))
+        written = given[:1] if functions.is_write(func) or func is Tensor.__setitem__ else []
+        for tensor in (*found, *written):
+            self._kinds[tensor] = Kind.DATA if kind <= Kind.DATA else Kind.SAMPLES
+            if values:
+                self._positions[tensor] = True
+        return output
+
+
+class StandIns:
+    """Tensors without values for parameters, and for outputs of modules that have some.
+
+    A module runs on them once for each set of shapes.
+
+    Args:
+        parameters: yields name, whole shape and places of each parameter.
+        show: puts other parameters into the module as written, by name, in a ``with`` block.
+        device: of the step.
+
+    Attributes:
+        transparent: ids of modules that return a single number, whose calls are followed.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterator[tuple[str, tuple[int, ...], Sequence[Slot]]]],
+        show: Callable[[Mapping[str, nn.Parameter]], AbstractContextManager[None]],
+        device: torch.device,
+    ) -> None:
+        self._parameters, self._show, self._device = parameters, show, device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._outputs: dict[Any, Any] = {}
+        self._keys: dict[int, Any] = {}
+        self.transparent: set[int] = set()
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Show the module as written with parameters without values."""
+        found = {
+            name: nn.Parameter(self._empty(shape, _now(slots).dtype), requires_grad=_now(slots).is_floating_point())
+            for name, shape, slots in self._parameters()
+        }
+        return self._show(found)
+
+    def output(self, module: nn.Module, args: Any, kwargs: Any, key: Any = None) -> Any:
+        """Return a module's output.
+
+        Args:
+            module: of the user.
+            args, kwargs: of the call.
+            key: equal for modules that return the same shapes; default: the module.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        forms = tuple(
+            (tuple(leaf.shape), leaf.dtype)
+            if isinstance(leaf, Tensor)
+            else (leaf if isinstance(leaf, PLAIN) else type(leaf))
+            for leaf in leaves
+        )
+        place = id(module) if key is None else key, module.training, str(spec), forms
+        if place not in self._outputs:
+            with self.shown():
+                made = module(*args, **kwargs)
+            if key is None and any(not tensor.dim() for tensor in tensors_in(made)):
+                self.transparent.add(id(module))
+            self._outputs[place] = pytree.tree_map_only(Tensor, self.like, made)
+        # Clones: in-place changes of a leaf are errors.
+        return pytree.tree_map_only(Tensor, Tensor.clone, self._outputs[place])
+
+    def key_of(self, block: nn.Module) -> Any:
+        """Return a key that is equal for blocks whose outputs have the same shapes."""
+        owners = {id(sub): path for path, sub in block.named_modules()}
+        if id(block) not in self._keys:
+            shapes = [
+                (owners[id(owner)], key, shape)
+                for _, shape, slots in self._parameters()
+                for owner, key in slots
+                if id(owner) in owners
+            ]
+            self._keys[id(block)] = type(block), tuple(sorted(shapes))
+        return self._keys[id(block)]
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without values."""
+        made = self._empty(tuple(tensor.shape), tensor.dtype)
+        return made.requires_grad_() if made.is_floating_point() else made
+
+    def without_values(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return arguments without values of parameters and activations."""
+        if func is Tensor.__getitem__ and not isinstance(args[1], str):
+            args = (args[0], functions.positions(args[1]))
+        elif functions.stem_of(func) == "masked_select":
+            raise RuntimeError("masked_select of activations")
+        known: dict[int, tuple[int, ...]] = {}
+
+        def replace(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeTensor) or not (
+                tensor.requires_grad or isinstance(tensor, nn.Parameter | Placeholder)
+            ):
+                return tensor
+            if not known:
+                known.update({id(_now(slots)): shape for _, shape, slots in self._parameters()})
+            made = self._empty(known.get(id(tensor), tuple(tensor.shape)), tensor.dtype)
+            return made.requires_grad_(tensor.requires_grad)
+
+        return pytree.tree_map_only(Tensor, replace, (args, kwargs))  # type: ignore[no-any-return]
+
+    def without_running(self, func: Callable[[], Any]) -> Any:
+        """Return what ``func`` returns for data, without values; runs it if its shapes depend on values."""
+        try:
+            with _disable_current_modes(), self._mode:
+                return func()
+        except Exception:
+            return func()
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        with self._mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+
+class Replay(_Calls):
+    """One run of a step on a micro-batch, with the values of the whole batch.
+
+    Args:
+        rehearsal: of the whole batch.
+        stand_ins: its own.
+        batch: the micro-batch.
+        start: its first sample.
+        size: its samples.
+        ends: whether this stage computes the loss; a problem then ends this run of the step.
+
+    Attributes:
+        problem: the first call that cannot be a contribution to the whole batch's, or ``""``.
+    """
+
+    def __init__(
+        self, rehearsal: Rehearsal, stand_ins: StandIns, batch: Any, start: int, size: int, ends: bool
+    ) -> None:
+        super().__init__()
+        self._ends = ends
+        self._rehearsal, self._stand_ins = rehearsal, stand_ins
+        self._start, self._size, self._whole = start, size, rehearsal.size
+        self._next, self.problem = 0, rehearsal.problem
+        self._ragged: Any = WeakIdKeyDictionary()
+        self._positions: Any = WeakIdKeyDictionary()  # integers that may be indices of samples of the whole batch
+        self.mark(batch, Kind.DATA)
+
+    def unit(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        """Run a module with parameters."""
+        if id(module) in self._stand_ins.transparent:
+            return call(*args, **kwargs)
+        with self.paused():
+            output = call(*args, **kwargs)
+        self.mark(output, Kind.SAMPLES)
+        return output
+
+    def contributes(self, value: Any) -> bool:
+        """Return whether a value, weighted by shares of samples, adds up to the whole batch's."""
+        return not isinstance(value, Tensor) or self.kind(value) not in (Kind.OTHER, Kind.SAMPLES)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and return what the whole batch's call means for this micro-batch."""
+        kwargs = kwargs or {}
+        if func in METADATA or self.problem:
+            return func(*args, **kwargs)
+        try:
+            return self._replayed(func, args, kwargs)
+        except NotAdditive:
+            if self._ends:
+                raise
+            return func(*args, **kwargs)
+
+    def _replayed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = tensors_in((args[1:] if func in SHAPE_ONLY else args, kwargs))
+        kinds = [self.kind(tensor) for tensor in given]
+        kind, draws = max(kinds, default=Kind.CONSTANT), functions.draws(func)
+        if (kind is Kind.CONSTANT and not draws) or (kind > Kind.DATA and func in READS_VALUES):
+            return func(*args, **kwargs)
+        calls = self._rehearsal.calls
+        if self._next >= len(calls) or calls[self._next].func != func:
+            self.stop(f"{_name(func)} is called for a part of the batch only")
+        call = calls[self._next]
+        self._next += 1
+        if kind <= Kind.DATA:
+            output = self._of_data(call, func, args, kwargs, draws)
+            kind = Kind.DATA
+        else:
+            if call.numbers:
+                args = _with_numbers(args, call.numbers)
+            output, kind = self._of_activations(call, func, args, kwargs, given, kinds)
+        written = given[:1] if functions.is_write(func) or func is Tensor.__setitem__ else []
+        for tensor in (*tensors_in(output), *written):
+            self._kinds[tensor] = kind
+        return output
+
+    def stop(self, problem: str) -> NoReturn:
+        """End this run of the step."""
+        self.problem = problem
+        raise NotAdditive(problem)
+
+    # ---- values of data -----------------------------------------------------------------------------------------
+
+    def _of_data(self, call: Rehearsed, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
+        if not call.values:
+            return func(*args, **kwargs)
+        output = self._stand_ins.without_running(lambda: func(*args, **kwargs))
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
+        parts = [self._slice(*pair) for pair in zip(call.values, shapes, strict=True)]
+        if any(part is None for part in parts):
+            self.stop(f"{_name(func)} relates samples of the data to each other")
+        for part in parts:
+            self._positions[part] = True
+        if functions.is_write(func):
+            return args[0].detach().copy_(parts[0])
+        replaced = iter(parts)
+        return pytree.tree_map_only(Tensor, lambda _: next(replaced), output)
+
+    def _slice(self, whole: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the samples of this micro-batch, the whole if its shape is that, or ``None``."""
+        if tuple(whole.shape) == shape:
+            return whole.clone()
+        if whole.dim() != len(shape):
+            return None
+        dims = [dim for dim, length in enumerate(shape) if whole.shape[dim] != length]
+        rows, rest = divmod(shape[dims[0]], self._size)
+        if len(dims) > 1 or rest or whole.shape[dims[0]] != rows * self._whole:
+            return None
+        return whole.narrow(dims[0], rows * self._start, shape[dims[0]])
+
+    # ---- values of activations ----------------------------------------------------------------------------------
+
+    def _of_activations(
+        self, call: Rehearsed, func: Any, args: Any, kwargs: Any, given: list[Tensor], kinds: list[Kind]
+    ) -> tuple[Any, Kind]:
+        """Return the output, and what it depends on."""
+        if any(each in self._positions for each in functions.indices_of(func, args)):
+            self.stop(f"{_name(func)} selects samples of the whole batch")
+        kinds_of = dict(zip(map(id, given), kinds, strict=True))
+        if Kind.OTHER in kinds:
+            return func(*args, **kwargs), Kind.OTHER
+        if Kind.SUM in kinds:
+            is_linear = Kind.SAMPLES not in kinds and functions.is_linear(
+                func, args, lambda each: isinstance(each, Tensor) and kinds_of.get(id(each)) is Kind.SUM
+            )
+            return func(*args, **kwargs), Kind.SUM if is_linear else Kind.OTHER
+        has_samples = Kind.SAMPLES in kinds
+        is_ragged = any(tensor in self._ragged for tensor in given) or _is_mask(func, args)
+        if call.total is not None and call.shapes == ((),) and has_samples:
+            bound = functions.class_mean(func, args, kwargs)
+            assert bound is not None
+            loss = functions.summed(func, bound)
+            return loss * (self._whole / self._size / call.total).to(loss.dtype), Kind.SUM
+        output = func(*args, **kwargs)
+        found = tensors_in(output)
+        same = [tuple(each.shape) == shape for each, shape in zip(found, call.shapes, strict=True)]
+        if not has_samples and all(same):
+            return output, Kind.PARAMETER
+        reduction = functions.reduction_of(func, args, kwargs) if any(same) else ""
+        if has_samples and same == [True] and reduction and (call.shapes == ((),) or not is_ragged):
+            return self._contribution(call, reduction, output, given[0]), Kind.SUM
+        if is_ragged:
+            for each in found:
+                self._ragged[each] = True
+            return output, Kind.SAMPLES if all(each.dim() for each in found) else Kind.OTHER
+        if any(same):
+            return output, Kind.OTHER
+        scales = (
+            each.numel() * self._whole == math.prod(shape) * self._size
+            for each, shape in zip(found, call.shapes, strict=True)
+        )
+        if not all(scales):
+            self.stop(f"{_name(func)} relates samples to each other")
+        return output, Kind.SAMPLES
+
+    def _contribution(self, call: Rehearsed, reduction: str, output: Tensor, reduced: Tensor) -> Tensor:
+        """Return a sum or a mean over a micro-batch such that, weighted by its share, it adds up to the whole's."""
+        share = self._size / self._whole
+        if reduction == "sum":
+            return output / share
+        if reduced.numel() == 0:
+            return reduced.sum() / share  # with a gradient; the mean of nothing is NaN
+        part = reduced.numel() / call.count
+        return output if part == share else output * (part / share)
+
+
+def _now(slots: Sequence[Slot]) -> Tensor:
+    found: Tensor = getattr(*slots[0])
+    return found
+
+
+def _no_value(func: Any, tensor: Tensor) -> Any:
+    """Return what Python reads of a tensor without values."""
+    if func is Tensor.tolist:
+        return torch.zeros(tensor.shape).tolist()
+    if func in (Tensor.numpy, Tensor.__array__):
+        return torch.zeros(tensor.shape).numpy()
+    if func in READS_NUMBERS:
+        return 0.0 if tensor.is_floating_point() and func is not Tensor.__int__ else 0
+    return False
+
+
+def _numbers(args: Any) -> tuple[Any, ...]:
+    return tuple(each if isinstance(each, int | float) else None for each in args)
+
+
+def _with_numbers(args: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each if number is None else number for each, number in zip(args, numbers, strict=False))
+
+
+def _is_mask(func: Any, args: Any) -> bool:
+    """Return whether a call selects elements by a boolean tensor."""
+    return functions.stem_of(func) in ("getitem", "masked_select", "nonzero") and any(
+        each.dtype == torch.bool for each in tensors_in(args[1:])
+    )
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))

@@ -1,0 +1,380 @@
+"""Training steps of a pipeline: micro-batches that add up to the whole batch, or its last part on all of them at once.
+
+Usually the code after the blocks runs once per micro-batch, with the whole batch's values (``tracing/whole_batch.py``).
+Where that cannot give the loss of one process, it runs once on the outputs of all micro-batches, as one process does:
+exact for any loss, but all forwards come before all backwards, and the last stage holds its values for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from trainwright.strategies.contract.attributes import with_attributes
+from trainwright.strategies.pipeline import micro_batches as batches
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass
+from trainwright.strategies.pipeline.results import LogRecorder, Publisher, Verdict, no_log, redirected_log
+from trainwright.strategies.pipeline.schedules import make_schedule, orders_of
+from trainwright.strategies.pipeline.sends import Place as SendPlace
+from trainwright.strategies.pipeline.sends import Sends, releasable_sends
+from trainwright.strategies.pipeline.stage import Activation, UserStepStage, arrive
+from trainwright.strategies.pipeline.tracing.routes import StageRoutes
+from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
+from trainwright.strategies.pipeline.tracing.step_state import StepState
+from trainwright.strategies.pipeline.tracing.whole_batch import MixedSamplesError, Rehearsal, Replay, StandIns
+from trainwright.strategies.plan.slots import Slot
+
+Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Rehearsing(Protocol):
+    """The module as written, for rehearsals of its step."""
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method as the strategy requires, without its collectives; see :class:`PipelineEngine`."""
+
+    def parameters(self) -> Iterator[tuple[str, tuple[int, ...], Sequence[Slot]]]:
+        """Yield name, whole shape and places of each parameter."""
+
+    def shown(self, parameters: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
+        """Show the module as written, with these parameters, in a ``with`` block."""
+
+
+@dataclass
+class Step:
+    """A step of one batch.
+
+    Args:
+        whole: arguments of the user's step.
+        parts: of each micro-batch.
+        batch, batches: whole, and as micro-batches.
+        sizes: samples of each.
+        scale: see :meth:`PipelineEngine.train`.
+    """
+
+    whole: Arguments
+    parts: list[Arguments]
+    batch: Any
+    batches: list[Any]
+    sizes: list[int]
+    scale: Callable[[Tensor, float], Tensor]
+    recorder: LogRecorder = field(init=False)
+    rehearsal: Rehearsal | None = None
+    problem: str = ""
+    is_lost: bool = False
+    outputs: list[Activation] = field(default_factory=list)
+
+
+class Training:
+    """Runs training steps on this rank's stages, once the first step is traced.
+
+    Args:
+        module, cut, gates, stages, routes, state, randomness: of the engine.
+        ranks: rank in the group of each stage.
+        group: of the pipeline.
+        device: of results.
+        schedule: its name.
+        run: see :class:`PipelineEngine`.
+        rehearsing: ``None``: micro-batches are weighted by samples, without a rehearsal.
+        draws: whether the step draws random numbers outside of the blocks, and within.
+
+    Attributes:
+        is_whole: whether the code after the blocks runs once per batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cut: PipelineCut,
+        gates: Gates,
+        stages: list[UserStepStage],
+        routes: StageRoutes,
+        state: StepState | None,
+        randomness: StepRandomness,
+        *,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        schedule: str,
+        run: Run,
+        rehearsing: Rehearsing | None,
+        draws: tuple[bool, bool],
+    ) -> None:
+        self._module, self._cut, self._gates, self._stages = module, cut, gates, stages
+        self._routes, self._state, self._randomness = routes, state, randomness
+        self._group, self._device, self._schedule_name, self._run = group, device, schedule, run
+        self._rehearsing, (self._draws, self._draws_inside) = rehearsing, draws
+        self._ends = cut.stages - 1 in cut.mine
+        self._publisher = Publisher(group, ranks[-1], device)
+        self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
+        self._metrics = [sub for sub in module.modules() if isinstance(sub, Metric)]
+        self._step: Step | None = None
+        self.is_whole = False
+        if rehearsing is not None:
+            self._stand_ins = StandIns(rehearsing.parameters, self._shown, device)
+
+    @contextmanager
+    def _shown(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        assert self._rehearsing is not None
+        with with_attributes(self._gates, current=None), self._rehearsing.shown(parameters):
+            yield
+
+    def run(self, step: Step) -> Any:
+        """Run forward and backward of all micro-batches; returns the step's result on every rank. A collective."""
+        if self._state is not None:
+            self._state.begin_step()
+        output, verdict = self._attempt(step)
+        if verdict.is_redone:
+            rank_zero_info(
+                "The code after the blocks runs once per batch instead of once per micro-batch, so that the loss is "
+                f"that of one process: {verdict.problem}. All forwards then come before all backwards, and the last "
+                "stage holds the values of the whole batch after the blocks."
+            )
+            self.is_whole = True
+            output, verdict = self._attempt(step)
+        if verdict.problem:
+            raise RuntimeError(
+                f"A later micro-batch of this step computes something else than the first: {verdict.problem}. Its loss "
+                "would not be that of one process. No weight has changed. Use strategy.micro_batches=1, or pipeline=1."
+            )
+        if self._state is not None:
+            self._state.end_step()
+        return output
+
+    def _attempt(self, step: Step) -> tuple[Any, Verdict]:
+        count, log = len(step.parts), getattr(self._module, "log", no_log)
+        draws = self._draws
+        self._step, step.problem, step.is_lost, step.rehearsal = step, "", False, None
+        step.outputs.clear()
+        metrics = [] if self.is_whole else [(metric, _states(metric)) for metric in self._metrics]
+        for stage in self._stages:
+            stage.signatures = [batches.signature(given) for given in step.parts]
+            stage.run_tail = self._run_tail if self.is_whole and stage.is_last and count > 1 else None
+        try:
+            if draws:
+                self._randomness.begin(self._draws_inside)
+            if self._rehearsing is not None and count > 1:
+                self._rehearse(step)
+            is_joined = self.is_whole and count > 1
+            known = step.rehearsal.logs if step.rehearsal is not None and not is_joined else None
+            step.recorder = LogRecorder(
+                [sum(step.sizes)] if is_joined else step.sizes, self._device, self._module, known
+            )
+            with redirected_log(self._module, self._log):
+                self._run_schedule(count)
+        except BaseException:
+            self.forget()
+            raise
+        rehearsal = step.rehearsal
+        starts_to_draw = self._ends and not draws and rehearsal is not None and rehearsal.draws
+        redo = step.is_lost or (starts_to_draw and not step.problem)
+        verdict = Verdict(step.problem, redo and not self.is_whole, self._draws or starts_to_draw)
+        self.end()
+        output, verdict = self._publisher.publish(step.recorder, log, verdict)
+        if draws:
+            self._randomness.end(self._draws_inside)
+        self._draws = verdict.draws
+        if verdict.is_redone:
+            for metric, states in metrics:
+                _restore(metric, states)
+        return output, verdict
+
+    def _log(self, name: str, value: Any, **kwargs: Any) -> None:
+        assert self._step is not None
+        replay = getattr(self._gates.current, "replay", None)
+        if replay is not None and not replay.contributes(value):
+            replay.stop(f"what self.log({name!r}) is given is no sum over samples")
+        with nullcontext() if replay is None else replay.paused():
+            self._step.recorder.log(name, value, **kwargs)
+
+    # ---- the whole batch -------------------------------------------------------------------------------------------
+
+    def _rehearse(self, step: Step) -> None:
+        """Run the step on the whole batch without values; only up to the blocks where the last stage is elsewhere."""
+        assert self._rehearsing is not None
+        batch = batches.copied(step.batch)
+        args, kwargs = batches.replace_argument(*step.whole, step.batch, batch)
+        rehearsal = step.rehearsal = Rehearsal(self._stand_ins, batches.tensors_of(batch), sum(step.sizes))
+        self._gates.current = RehearsalPass(rehearsal, self._stand_ins, self._cut, self._ends and not self.is_whole)
+        if self._state is not None:
+            self._state.begin_micro_batch()
+        no_metric = {"forward": lambda *_, **__: self._stand_ins.like(torch.zeros(())), "update": lambda *_, **__: None}
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._randomness.micro_batch(None) if self._draws else nullcontext())
+                stack.enter_context(redirected_log(self._module, rehearsal.log))
+                for metric in self._metrics:
+                    stack.enter_context(with_attributes(metric, **no_metric))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                self._rehearsing.run("training_step", args, kwargs)
+        except MixedSamplesError:
+            raise
+        except Exception as error:  # if it is the user's, the step raises it, too
+            lines = str(error).splitlines() or [""]
+            rehearsal.problem = f"the step cannot be rehearsed ({type(error).__name__}: {lines[0]})"
+        finally:
+            self._gates.current = None
+
+    def _run_tail(self, stage: UserStepStage, outputs: list[Activation]) -> list[tuple[Tensor | None, ...]]:
+        """Run the code after the blocks, and its backward, on all micro-batches' outputs; returns their gradients."""
+        step = self._step
+        assert step is not None
+        first = outputs[0].form
+        parameters = [source.kind == "parameter" for source in self._routes.sent[-1]]
+        shared = [False] * (len(first.tensors) - len(parameters)) + parameters
+        joints = [
+            _Joint(column, step.sizes, is_shared)
+            for column, is_shared in zip(zip(*(each.tensors for each in outputs), strict=True), shared, strict=True)
+        ]
+        received, leaves = arrive(first, [joint.joined for joint in joints])
+        loss = self._user_step(StagePass(self._routes, self._cut.stages, received), step.whole, None)
+        if loss is not None and loss.requires_grad:
+            step.scale(loss, 1.0).sum().backward()
+        split = [joint.split(leaf.grad) for joint, leaf in zip(joints, leaves, strict=True)]
+        return list(zip(*split, strict=True)) if split else [() for _ in outputs]
+
+    # ---- micro-batches ---------------------------------------------------------------------------------------------
+
+    def forward(self, stage: int, part: int, received: Any) -> Any:
+        """Run the user's step for one stage and micro-batch; see :class:`UserStepStage`."""
+        step = self._step
+        assert step is not None
+        run = StagePass(self._routes, stage, received)
+        if step.rehearsal is not None:
+            start, ends = sum(step.sizes[:part]), run.is_last and not self.is_whole
+            samples = batches.tensors_of(step.batches[part])
+            run.replay = Replay(step.rehearsal, self._stand_ins, samples, start, step.sizes[part], ends)
+        is_joined = self.is_whole and len(step.parts) > 1
+        run.leaves_after = is_joined and run.is_last
+        output = self._user_step(run, step.parts[part], part)
+        if not run.is_last or is_joined:
+            return output
+        if run.replay is not None and output is not None and not run.replay.contributes(output):
+            run.replay.problem = run.replay.problem or "the loss is no sum over samples"
+        if run.replay is not None and run.replay.problem:
+            step.is_lost = step.is_lost or part == 0
+            step.problem = step.problem or run.replay.problem
+        if step.problem:  # no gradient
+            return None
+        # A new tensor: torch detaches it in place, which must not affect the user's tensor, nor a view.
+        return None if output is None else step.scale(output, step.sizes[part] / sum(step.sizes)).sum() * 1.0
+
+    def _user_step(self, run: StagePass, arguments: Arguments, part: int | None) -> Any:
+        """Return what a stage sends, or the loss."""
+        step = self._step
+        assert step is not None
+        is_last = run.is_last and not run.leaves_after
+        run.randomness = self._randomness if self._draws else None
+        self._gates.current = run
+        step.recorder.current = (part or 0) if is_last else None
+        if self._state is not None:
+            self._state.begin_micro_batch()
+        seeded = None if len(step.parts) == 1 else part
+        try:
+            with self._randomness.micro_batch(seeded) if self._draws else nullcontext():
+                output = self._run("training_step", *arguments)
+        finally:
+            self._gates.current, step.recorder.current = None, None
+        if self._state is not None:
+            self._state.end_micro_batch(run.stage)
+        return step.recorder.finish(part or 0, output) if is_last else output
+
+    # ---- schedules -------------------------------------------------------------------------------------------------
+
+    def _run_schedule(self, count: int) -> None:
+        schedule, taken = self._schedule(count)
+        sends = None if taken is None else Sends(taken)
+        for stage in self._stages:
+            stage.sends = sends
+        schedule.step(target=torch.arange(count), return_outputs=False)
+        if sends is not None:
+            sends.finish()
+
+    def _schedule(self, count: int) -> tuple[Any, dict[SendPlace, list[SendPlace]] | None]:
+        """Return torch's schedule for ``count`` micro-batches, and its releasable sends."""
+        key = count, self.is_whole
+        if key not in self._schedules:
+            made = make_schedule(
+                self._schedule_name, self._stages, count, lambda output, target: output, drains=self.is_whole
+            )
+            orders = orders_of(made)
+            taken = None if orders is None else releasable_sends(orders, dist.get_rank(self._group))
+            self._schedules[key] = made, taken
+        return self._schedules[key]
+
+    def end(self) -> None:
+        """Drop what a step held."""
+        self._step = None
+        for stage in self._stages:
+            stage.clear_runtime_states()
+            stage.sends = None
+
+    def forget(self) -> None:
+        """Drop the schedules as well, after an error."""
+        self.end()
+        self._gates.current = None
+        self._schedules.clear()
+
+
+class _Joint:
+    """One tensor of all micro-batches: joined along its samples, the same in each, or a mean over samples.
+
+    Args:
+        parts: of each micro-batch.
+        sizes: samples of each.
+        is_shared: whether it is one parameter.
+
+    Attributes:
+        joined: of the whole batch.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], sizes: Sequence[int], is_shared: bool) -> None:
+        self._sizes, self._dim, self._is_shared = sizes, None, is_shared
+        self._shares = [size / sum(sizes) for size in sizes]
+        if not is_shared:
+            dims = range(parts[0].dim())
+            self._dim: int | None = next(
+                (dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True))), None
+            )
+        values = [part.detach() for part in parts]
+        if self._dim is not None:
+            self.joined = torch.cat(values, self._dim)
+        elif is_shared or not values[0].is_floating_point():
+            self.joined = values[0].clone()
+        else:
+            self.joined = torch.stack([v * share for v, share in zip(values, self._shares, strict=True)]).sum(0)
+
+    def split(self, gradient: Tensor | None) -> list[Tensor | None]:
+        """Return the gradients of the parts."""
+        if gradient is None:
+            return [None] * len(self._sizes)
+        if self._dim is not None:
+            return [part.contiguous() for part in gradient.split(list(self._sizes), self._dim)]
+        if self._is_shared:
+            return [gradient, *[None] * (len(self._sizes) - 1)]
+        return [gradient * share for share in self._shares]
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    """Return copies of a metric's states and counters."""
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    return {name: _copy(getattr(metric, name)) for name in names if hasattr(metric, name)}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+
+
+def _restore(metric: Metric, states: Mapping[str, Any]) -> None:
+    for name, value in states.items():
+        setattr(metric, name, value)
