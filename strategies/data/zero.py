@@ -257,7 +257,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Choose the parameters that optimizers see through a :class:`ParameterShard`."""
         offload = self.options.offload == "optimizer"
         named = {name: p for name, p in self.lightning_module.named_parameters() if not self.tables.has(p)}
-        whole = [p for p in named.values() if not self._splits_parameters or p.dim() == 0]
+        whole = [p for p in named.values() if not isinstance(p, DTensor)]
         chosen = named.values() if offload else [p for p in whole if not self._is_trained_alone(p)]
         self._exchanges.choose(named, chosen, self._mesh_of, offload)
         self._make_exchanges()

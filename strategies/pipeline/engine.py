@@ -353,7 +353,9 @@ class PipelineEngine:
         if kind in self._relays:
             everything, draws = self._relays[kind]
             run = RelayPass(self.cut, self._ranks, self._channel, None, everything)
-            return self._relayed(run, function, draws)
+            output = self._relayed(run, function, draws)
+            self._spend_seed(draws)
+            return output
         trace = DependencyTrace(self.cut, self._device)
         run = RelayPass(self.cut, self._ranks, self._channel, trace, everything=True)
         with redirected_log(self._module, partial(_logged_and_used, getattr(self._module, "log", no_log), trace)):
@@ -365,14 +367,20 @@ class PipelineEngine:
         flags = torch.tensor([int(everything), int(trace.draws)], device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         self._relays[kind] = bool(flags[0]), bool(flags[1])
+        self._spend_seed(bool(flags[1]))
         return output
+
+    def _spend_seed(self, draws: bool) -> None:
+        """Draw the seed of a relay after it: only then a traced one, too, knows whether it needs one."""
+        if draws:
+            torch.randint(2**62, (1,))
 
     def _relayed(self, run: RelayPass, function: Callable[[], Any], draws: bool = True) -> Any:
         run.randomness = self._randomness if draws else None
         with ExitStack() as stack:
             stack.enter_context(with_attributes(self._gates, current=run))
             if draws:
-                stack.enter_context(self._randomness.outside(self._randomness.seeds(1)[0]))
+                stack.enter_context(self._randomness.outside(self._randomness.next_seed()))
             if run.trace is not None:
                 if self._is_compiled:  # compiled code cannot be traced, and would be recompiled for this run
                     stack.enter_context(torch.compiler.set_stance("force_eager"))

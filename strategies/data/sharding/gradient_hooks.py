@@ -62,7 +62,8 @@ def run_when_gathered(unit: nn.Module, hooks: Mapping[tuple[nn.Module, str], Map
         while waiting:  # once, even if this hook is put back
             (owner, name), of_parameter = waiting.popitem()
             parameter = owner._parameters[name]
-            if parameter is not None and parameter.requires_grad:
+            # A parameter that is left whole has them already.
+            if parameter is not None and parameter.requires_grad and parameter._backward_hooks is not of_parameter:
                 parameter.register_hook(lambda gradient, found=of_parameter: _run(found, gradient))
 
     handle = unit.register_forward_pre_hook(attach)

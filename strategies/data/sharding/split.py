@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Splitter:
         strategy, module = self._strategy, self._strategy.lightning_module
         earlier = existing_step(module)
         if earlier is not None:  # another run with an already sharded module
-            _refuse_new(module)
+            _refuse_new(module, earlier.whole)
             move = move_whole if strategy.options.offload == "parameters" else nn.Module.to
             move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
             _update_properties(earlier, device=strategy.root_device)
@@ -78,13 +79,14 @@ class Splitter:
             pieces = [piece for piece in pieces if not piece.overlaps(name)]
             _place(strategy, block)
             hooks = hooks_of(_whole_in(block))
-            self._split_block(block, options)
+            self._split_block(block, _alike(block, options))
             run_when_gathered(block, hooks)
         strategy._fill(pieces, seed, real)
         step = Step(module)
         _place(strategy, step)
         hooks = hooks_of(_whole_in(step))
-        fully_shard(step, **{**options, "reshard_after_forward": False})
+        fully_shard(step, **{**_alike(step, options), "reshard_after_forward": False})
+        step.whole = {p for p in module.parameters() if not isinstance(p, DTensor)}
         _update_properties(step, device=strategy.root_device)
         for each in (each for group in all_parameter_groups(step) for each in group.fsdp_params):
             # It would take the whole weights that a hook of the user loads for the shards.
@@ -104,7 +106,8 @@ class Splitter:
         rounded = {name: p for name, p in rounded.items() if name not in float8}
         if rounded:
             # FSDP2 would reduce gradients of rounded weights in 16 bit.
-            stored = next((p.dtype for p in block.parameters() if p.requires_grad), torch.float32)
+            split = (p.dtype for p in block.parameters() if p.requires_grad and p not in options["ignored_params"])
+            stored = next(split, torch.float32)
             options = {**options, "mp_policy": self._policy(stored)}
         self._split_within(block, options)
         fully_shard(block, **options)
@@ -176,9 +179,23 @@ def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         )
 
 
-def _refuse_new(module: nn.Module) -> None:
+def _alike(module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of ``fully_shard`` that leave trained parameters of another dtype than most whole.
+
+    FSDP2 reduces the gradients of a module in one dtype. Those left whole are averaged by the reducer.
+    """
+    ignored: set[nn.Parameter] = options["ignored_params"]
+    trained = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor) and p not in ignored]
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in trained:
+        sizes[parameter.dtype] += parameter.numel()
+    most = [dtype for dtype, _ in sizes.most_common(1)]
+    return {**options, "ignored_params": ignored | {p for p in trained if p.dtype not in most}}
+
+
+def _refuse_new(module: nn.Module, whole: Set[nn.Parameter]) -> None:
     """Raise if a module gained parameters after it was sharded: they would not be averaged."""
-    new = [name for name, p in module.named_parameters() if p.dim() and not isinstance(p, DTensor)]
+    new = [n for n, p in module.named_parameters() if p.dim() and p not in whole and not isinstance(p, DTensor)]
     if new:
         raise ValueError(
             f"{', '.join(new[:4])}{' and others' if new[4:] else ''}: new since an earlier run split this module, and "

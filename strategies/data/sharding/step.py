@@ -108,6 +108,7 @@ class Step(nn.Module):
         # Set once it is sharded.
         self.writes: GatheredWrites
         self.scales: Scales | None
+        self.whole: Set[nn.Parameter]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the user's module: see :meth:`forward`."""

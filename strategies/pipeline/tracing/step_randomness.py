@@ -75,6 +75,13 @@ class StepRandomness:
         dist.broadcast(drawn, group=self._group, group_src=0)
         return [int(seed) for seed in drawn.tolist()]
 
+    def next_seed(self) -> int:
+        """Return the first of the next :meth:`seeds`, which are not drawn yet. A collective."""
+        before = torch.get_rng_state()
+        (seed,) = self.seeds(1)
+        torch.set_rng_state(before)
+        return seed
+
     @contextmanager
     def outside(self, seed: int) -> Iterator[None]:
         """Seed the generators inside; afterwards restore them, as advanced by :meth:`block`."""

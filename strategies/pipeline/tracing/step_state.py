@@ -24,12 +24,18 @@ class StatePlace:
         name: in it.
         stage: whose value is valid.
         is_shared: whether other stages have it too (it is outside of the blocks).
+        is_buffer: whether it is registered as a buffer.
     """
 
     path: str
     name: str
     stage: int
     is_shared: bool
+    is_buffer: bool
+
+
+# Stands for a value that no step has set yet.
+_ABSENT = object()
 
 
 def find_places(
@@ -72,7 +78,7 @@ def find_places(
         stage = cut.stage_of_block(block) if block is not None else _stage_for(cut, sources, change)
         if block is None and stage == cut.stages - 1:
             trace.use_results(change.value)
-        places.append(StatePlace(change.path, change.name, stage, block is None))
+        places.append(StatePlace(change.path, change.name, stage, block is None, change.name in sub._buffers))
     return places, problems
 
 
@@ -162,18 +168,25 @@ class StepState:
         self._begun, self._given = {}, {}
         for stage in dict.fromkeys(place.stage for place in self._shared):
             mine = [place for place in self._shared if place.stage == stage]
-            values = self._channel.broadcast(self._ranks[stage], [self._get(p) for p in mine], "The module's state")
-            for place, value in zip(mine, values, strict=True):
-                self._put(place, value)
+            own = {f"{place.path}.{place.name}": self._get(place) for place in mine}
+            own = {label: value for label, value in own.items() if value is not _ABSENT}
+            values = self._channel.broadcast(self._ranks[stage], own, "The module's state")
+            for place in mine:
+                self._put(place, values.get(f"{place.path}.{place.name}", _ABSENT))
+
+    def _held_in(self, place: StatePlace) -> dict[str, Any]:
+        owner = self._module.get_submodule(place.path)
+        return owner._buffers if place.is_buffer else owner.__dict__
 
     def _get(self, place: StatePlace) -> Any:
-        owner = self._module.get_submodule(place.path)
-        return owner._buffers[place.name] if place.name in owner._buffers else owner.__dict__.get(place.name)
+        return self._held_in(place).get(place.name, _ABSENT)
 
     def _set(self, place: StatePlace, value: Any) -> None:
-        owner = self._module.get_submodule(place.path)
-        held = owner._buffers if place.name in owner._buffers else owner.__dict__
-        held[place.name] = value
+        held = self._held_in(place)
+        if value is _ABSENT:  # the step may ask whether there is one
+            held.pop(place.name, None)
+        else:
+            held[place.name] = value
 
     def _put(self, place: StatePlace, value: Any) -> None:
         held = self._get(place)
