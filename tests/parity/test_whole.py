@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -180,6 +182,13 @@ class Penalises(Untied):
         return self.loss(batch) + 1e-2 * sum(p.square().sum() for p in self.parameters())
 
 
+class Draws(Untied):
+    """Draws random numbers in the step, from the first on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (torch.rand(()) + random.random() + np.random.rand())
+
+
 class PenalisesExperts(Penalises):
     def __init__(self) -> None:
         super().__init__("mixtral")
@@ -203,7 +212,7 @@ class StepsInBackward(Untied):
 
 
 # Others are in tests/zoo/weights.py.
-EQUAL = [("zero3", Averages), ("tensor", Clamps), ("expert", PenalisesExperts)]
+EQUAL = [("zero3", Averages), ("tensor", Clamps), ("expert", PenalisesExperts), ("tensor", Draws)]
 REFUSED = [
     ("pipeline", Penalises, "weight_decay"),
     ("pipeline x shard", Penalises, "weight_decay"),
@@ -219,7 +228,9 @@ REFUSED = [
 
 def run(layout: str, kind: type[LanguageModel]) -> Record:
     torch.manual_seed(3)
-    return fit(layout, kind())[1]
+    module = kind()
+    pl.seed_everything(3, verbose=False)
+    return fit(layout, module)[1]
 
 
 @pytest.mark.sample(3)
