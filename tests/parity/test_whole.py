@@ -6,7 +6,9 @@ import copy
 import gc
 import random
 import weakref
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import Record, differences, make_trainer
 from tests.parity.layout_modules import LanguageModel
 from tests.parity.layouts import Texts, WholeRecorder
+from trainwright.strategies.base.whole import view
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"stage": 1}),
@@ -140,6 +143,18 @@ def read_and_drop(layout: str) -> bool:
 @pytest.mark.parametrize("layout", ["zero3", "tensor"])
 def test_module_is_freed_after_reading_it(ranks, layout):
     assert ranks(read_and_drop, LAYOUTS[layout][0], layout) == [True, True]
+
+
+def read_alone() -> float:
+    """Return a sum of a parameter that each rank has whole, read by the first rank only."""
+    module = LanguageModel("gpt-untied")
+    trainer, _ = fit("tensor", module)
+    with patch.object(view, "PATIENCE", timedelta(seconds=1)):
+        return float(module.net.norm.weight.sum()) if trainer.is_global_zero else 0.0
+
+
+def test_one_rank_may_read_what_it_has_whole(ranks):
+    assert ranks(read_alone, 2)[0] != 0.0
 
 
 # ---- In the step itself, and what is refused ------------------------------------------------------------------------
