@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.failures.error_text import named_line
 from trainwright.strategies.contract.gradients import local_tensor
-from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.contract.randomness.state import kept_random_state
 
 # Gradient scales of the trial steps: large ones show clipping by norm.
 _SCALES = (10.0, 1.0, 0.1, 1.0)
@@ -320,10 +320,6 @@ def _copied(value: Any, memo: _Memo) -> Any:
 @contextmanager
 def _without_trace(device: torch.device) -> Iterator[None]:
     """Hide warnings and restore random states."""
-    state = random_state(device)
-    try:
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        set_random_state(state, device)
+    with kept_random_state(device), warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield

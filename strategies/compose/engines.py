@@ -23,6 +23,7 @@ from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.gradients import GradientScope
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.precision import named_dtype
+from trainwright.strategies.contract.randomness.state import kept_random_state
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_hook
 from trainwright.strategies.expert.engine import Dispatcher, ExpertParallel, validate_experts
 from trainwright.strategies.pipeline.cut import PipelineCut
@@ -120,8 +121,9 @@ class Engines:
         Raises:
             ValueError: if the module cannot be partitioned so; lists every problem.
         """
-        made, plan = cls(), plan_for(module, layout, options)
-        problems = problems_of(module, plan, layout, options)
+        with kept_random_state(device):  # proofs draw inputs
+            made, plan = cls(), plan_for(module, layout, options)
+            problems = problems_of(module, plan, layout, options)
         if problems:
             raise ValueError(f"The layout {layout} is impossible for {type(module).__name__}: " + "; ".join(problems))
         made.module, made.is_cut, made.plan = module, True, plan

@@ -34,7 +34,7 @@ def sequence_problems(module: nn.Module, plan: ModelPlan, size: int, method: Met
         guesses = (call for call in calls_for(block, size) if call.tensors()[0].ndim > 2)  # of (B, T, width)
         for call in [seen.calls[first]] if first in seen.calls else guesses:
             with suppress(Exception):  # the call does not fit
-                proof = Proof(block, call, size)
+                proof = Proof(block, [call], size)
                 problems += _problem(proof, first, size, "gather" if method == "ring" else method)
                 break
     return list(dict.fromkeys(problems))

@@ -17,7 +17,13 @@ from trainwright.checkpoint.memory.snapshots import SnapshotReader
 from trainwright.checkpoint.memory.transfer import TRANSFERRED
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.core.layout import Layout
-from trainwright.strategies.contract.randomness.state import RANK_STRIDE, random_state, seed_all, set_random_state
+from trainwright.strategies.contract.randomness.state import (
+    RANK_STRIDE,
+    kept_random_state,
+    random_state,
+    seed_all,
+    set_random_state,
+)
 
 # Key of compression state, and key prefix of each replica's residuals.
 COMPRESSION, OF_REPLICA = "compression", "compression/"
@@ -105,13 +111,10 @@ def is_transferred(state: SnapshotReader) -> bool:
 
 def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -> dict[str, Tensor]:
     """Return generator states for a new data rank, seeded from another's so that no numbers repeat."""
-    before = random_state(device)
-    set_random_state(state, device)
-    seed = (int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63
-    seed_all(seed)
-    seeded = random_state(device)
-    set_random_state(before, device)
-    return seeded
+    with kept_random_state(device):
+        set_random_state(state, device)
+        seed_all((int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63)
+        return random_state(device)
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -17,7 +17,7 @@ from trainwright.strategies.plan.hugging_face import tensor_metadata
 from trainwright.strategies.plan.model_plan import ModelPlan, PlanConfig, base_style
 from trainwright.strategies.plan.names import folded, joined, matched, matching, parent_of, starred, within
 from trainwright.strategies.plan.proof.proof import UNIT, Proof, Split
-from trainwright.strategies.plan.proof.trace import Trace, calls_for, kinds_of
+from trainwright.strategies.plan.proof.trace import BlockCall, Trace, calls_for, kinds_of, variants_of
 from trainwright.strategies.plan.stem_and_head import tied_groups, used_functionally
 from trainwright.strategies.plan.structure import Guess
 from trainwright.strategies.plan.tensor_rules import COUNTS_OF_HEADS
@@ -163,8 +163,18 @@ class TensorDraft:
         traced = [self._trace.calls[name]] if name in self._trace.calls else []
         for call in (*traced, *calls_for(sub, self._ranks)):
             with suppress(Exception):  # the call does not fit
-                return Proof(sub, call, self._ranks)
+                return self._with_branches(Proof(sub, [call], self._ranks), sub, call)
         return None
+
+    def _with_branches(self, proof: Proof, sub: nn.Module, call: BlockCall) -> Proof:
+        """Add calls with optional arguments that use parameters which no other call uses."""
+        calls = [call]
+        for variant in variants_of(sub, call) if proof.unused else ():
+            with suppress(Exception):  # the call does not fit
+                further = Proof(sub, [variant, *calls], self._ranks)
+                if further.unused < proof.unused:
+                    proof, calls = further, [variant, *calls]
+        return proof
 
     def _without_proof(self, name: str) -> list[str]:
         """Return the inner units of a unit that cannot run alone; ``nn.MultiheadAttention`` needs no proof."""
@@ -217,7 +227,8 @@ class TensorDraft:
             names = {name for guess in ways[:1] for name in guess.styles}
             if not names or not taken.isdisjoint(names):
                 continue
-            found = self._first_proven(proof, prefix, accepted, ways)
+            unproven = self._unproven(self._of(kind[0]), proof, ways[0].styles)
+            found = unproven or self._first_proven(proof, prefix, accepted, ways)
             if isinstance(found, Guess):
                 accepted.append(found)
                 taken |= names
@@ -228,6 +239,15 @@ class TensorDraft:
             else:
                 for name in names:
                     self._whole.setdefault(prefix + name, found)
+
+    def _unproven(self, unit: nn.Module, proof: Proof, styles: Mapping[str, str]) -> str | None:
+        """Return why a split is not proven: parameters beside it, of its width, that no call uses."""
+        widths = {
+            w for n, s in styles.items() if s == "rowwise" for w in structure.features_of(unit.get_submodule(n)) or ()
+        }
+        beside = [n for n in sorted(proof.unused) if any(within(n, parent_of(each)) for each in styles)]
+        beside = [n for n in beside if not widths.isdisjoint(unit.get_parameter(n).shape)]
+        return f"no run by itself uses {', '.join(beside[:4])}, which may need all features" if beside else None
 
     def _indivisible(self, proof: Proof, styles: Mapping[str, str]) -> Guess | None:
         """Return a split into more parts than heads, which validation refuses with the possible sizes."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,7 @@ from torch.utils.data import DataLoader
 from tests.parity.harness import Record, differences, make_trainer
 from tests.parity.layout_modules import LanguageModel
 from tests.parity.layouts import Texts, WholeRecorder
+from trainwright.strategies.base.whole import view
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"stage": 1}),
@@ -140,6 +145,18 @@ def test_module_is_freed_after_reading_it(ranks, layout):
     assert ranks(read_and_drop, LAYOUTS[layout][0], layout) == [True, True]
 
 
+def read_alone() -> float:
+    """Return a sum of a parameter that each rank has whole, read by the first rank only."""
+    module = LanguageModel("gpt-untied")
+    trainer, _ = fit("tensor", module)
+    with patch.object(view, "PATIENCE", timedelta(seconds=1)):
+        return float(module.net.norm.weight.sum()) if trainer.is_global_zero else 0.0
+
+
+def test_one_rank_may_read_what_it_has_whole(ranks):
+    assert ranks(read_alone, 2)[0] != 0.0
+
+
 # ---- In the step itself, and what is refused ------------------------------------------------------------------------
 
 
@@ -180,6 +197,13 @@ class Penalises(Untied):
         return self.loss(batch) + 1e-2 * sum(p.square().sum() for p in self.parameters())
 
 
+class Draws(Untied):
+    """Draws random numbers in the step, from the first on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (torch.rand(()) + random.random() + np.random.rand())
+
+
 class PenalisesExperts(Penalises):
     def __init__(self) -> None:
         super().__init__("mixtral")
@@ -203,7 +227,7 @@ class StepsInBackward(Untied):
 
 
 # Others are in tests/zoo/weights.py.
-EQUAL = [("zero3", Averages), ("tensor", Clamps), ("expert", PenalisesExperts)]
+EQUAL = [("zero3", Averages), ("tensor", Clamps), ("expert", PenalisesExperts), ("tensor", Draws)]
 REFUSED = [
     ("pipeline", Penalises, "weight_decay"),
     ("pipeline x shard", Penalises, "weight_decay"),
@@ -219,7 +243,9 @@ REFUSED = [
 
 def run(layout: str, kind: type[LanguageModel]) -> Record:
     torch.manual_seed(3)
-    return fit(layout, kind())[1]
+    module = kind()
+    pl.seed_everything(3, verbose=False)
+    return fit(layout, module)[1]
 
 
 @pytest.mark.sample(3)

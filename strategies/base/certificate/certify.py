@@ -245,13 +245,16 @@ def _threads_of(ranks: int) -> Iterator[None]:
 def _different_state(strategy: Compared, layout: Trial, plain: Trial | None, tolerance: Tolerance) -> str | None:
     """Return a buffer, counter or parameter that the layout changes differently on this rank. A collective."""
     assembly, group = strategy.certified.parts()
+    # The rows of one rank may stay as they are.
+    changed = set[str]().union(*all_gather_values(sorted(layout.written), device=strategy.root_device))
     changes = None if plain is None or plain.error is not None else (plain.state, plain.written)
     if group is not None:
         changes = broadcast_value(changes, 0, group, strategy.root_device)
     if changes is None:
         return None
     state, written = changes
-    wrong = next((n for n in sorted(layout.written ^ written) if strategy.certified.held(n) is not None), None)
+    differing = sorted((layout.written - written) | (written - changed))
+    wrong = next((name for name in differing if strategy.certified.held(name) is not None), None)
     if wrong is not None:
         return str(wrong)
 

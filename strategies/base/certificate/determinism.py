@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trainwright.core.torch_internals import TorchDispatchMode
-from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.contract.randomness.state import kept_random_state, seed_all
 from trainwright.strategies.plan.blocks import uncompiled
 
 _SEED = 20_260_101
@@ -147,11 +145,6 @@ def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 @contextmanager
 def fixed_seed(device: torch.device) -> Iterator[None]:
     """Seed the generators of torch, Python and NumPy, and restore them afterwards."""
-    before = random_state(device)
-    try:
-        torch.manual_seed(_SEED)
-        random.seed(_SEED)
-        np.random.seed(_SEED)
+    with kept_random_state(device):
+        seed_all(_SEED)
         yield
-    finally:
-        set_random_state(before, device)

@@ -137,6 +137,13 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from (local_tensor(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
 
 
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether values are equal up to rounding, such as of an average of equal weights."""
+    if not one.is_floating_point() or one.shape != other.shape:
+        return torch.equal(one, other)
+    return torch.allclose(one.double(), other.double(), 8 * torch.finfo(one.dtype).eps, 0.0, equal_nan=True)
+
+
 class WrittenWeights:
     """Parameters that user code modifies during a trial (e.g. by weight averaging), to be restored.
 
@@ -166,7 +173,7 @@ class WrittenWeights:
             name
             for name, held, memory in self._watched.values()
             if (name in self._saved or held.data_ptr() != memory.data_ptr())
-            and not torch.equal(held, self._saved.get(name, memory))
+            and not is_same(held, self._saved.get(name, memory))
         }
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from trainwright.core.torch_internals import (
     temporarily_clear_interpreter_stack,
 )
 from trainwright.strategies.base.certificate.determinism import Deterministic
-from trainwright.strategies.base.certificate.state import KeptObjects, KeptState
+from trainwright.strategies.base.certificate.state import KeptObjects, KeptState, is_same
 from trainwright.strategies.base.certificate.written import WrittenParameter
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.state.assemble import Assembly
@@ -237,7 +237,7 @@ class Streamed:
 
     def changed(self) -> set[str]:
         """Return names of parameters whose values user code has changed."""
-        written = {n for n, value in self._before_writes.items() if not torch.equal(self.parameters[n], value)}
+        written = {n for n, value in self._before_writes.items() if not is_same(self.parameters[n], value)}
         moved = {n for n, p in self.parameters.items() if p.untyped_storage()._cdata not in self._places}
         return written | moved
 

@@ -69,4 +69,8 @@ class _Joined(torch.autograd.Function):
 def is_write(func: Any) -> bool:
     """Return whether a function of torch writes to an argument, by its name."""
     name = getattr(func, "__name__", "")
-    return name == "__set__" or (name.rstrip("_") != name and not name.startswith("__")) or name.startswith("__i")
+    return (
+        name in ("__set__", "__setitem__")
+        or (name.rstrip("_") != name and not name.startswith("__"))
+        or name.startswith("__i")
+    )

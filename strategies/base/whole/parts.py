@@ -62,6 +62,11 @@ class ModuleParts:
         # After fit, in host memory.
         self._home = next((share.part.device for share in shares.values() if share.is_held), device)
 
+    @property
+    def has_stages(self) -> bool:
+        """True if other ranks hold other parameters."""
+        return self._pipeline is not None
+
     def is_whole(self, name: str) -> bool:
         """Return whether every rank holds the whole parameter."""
         return self._pipeline is None and self.shares[name].is_whole

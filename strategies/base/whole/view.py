@@ -293,7 +293,7 @@ class WholeView:
         """Return a stand-in for the gradient; ``None`` if there is none."""
         self._check_shown(name)
         self._add_user_gradients()
-        if name not in self._known_facts()[1]:
+        if name not in self._known_facts(name)[1]:
             return None
         share = self._parts.shares[name]
         like = self._own_gradients().get(name, share.part)
@@ -311,7 +311,7 @@ class WholeView:
         """Set or drop the gradient."""
         self._check_shown(name)
         self._add_user_gradients()
-        with_gradient = self._known_facts()[1]
+        with_gradient = self._known_facts(name)[1]
         is_held = self._parts.shares[name].is_held
         if value is None:
             with_gradient.discard(name)
@@ -330,7 +330,7 @@ class WholeView:
 
     def requires_grad(self, name: str) -> bool:
         """Return whether the parameter is trained."""
-        return name in self._known_facts(gradients=False)[0] if self._is_shown else name in self._trained
+        return name in self._known_facts(name, gradients=False)[0] if self._is_shown else name in self._trained
 
     def set_requires_grad(self, name: str, value: bool) -> None:
         """Freeze or unfreeze the parameter."""
@@ -366,9 +366,10 @@ class WholeView:
             self._gradient_parts = self._gradients.gradient_parts()
         return self._gradient_parts
 
-    def _known_facts(self, gradients: bool = True) -> tuple[set[str], set[str]]:
+    def _known_facts(self, name: str, gradients: bool = True) -> tuple[set[str], set[str]]:
         if self._facts is None or (gradients and not self._knows_gradients):
-            self._wait_for_ranks("")
+            if self._parts.has_stages:
+                self._wait_for_ranks(name)
             own = self._parts.shares.items()
             trained = [name for name, share in own if share.is_held and share.part.requires_grad]
             self._facts = self._parts.facts(trained, self._own_gradients() if gradients else ())
@@ -416,9 +417,10 @@ class WholeView:
             self._gradients.strategy._parameters_written()
         if differing:
             raise RuntimeError(
-                f"{self._where or 'User code'} wrote values into {', '.join(differing[:4])} that are not the same on "
-                f"all ranks. Write the same on every rank: without `if trainer.is_global_zero`, and random numbers "
-                f"from a torch.Generator with the same seed everywhere."
+                f"After {self._where or 'user code'}, values of {', '.join(differing[:4])} are not the same on all "
+                f"ranks. Code that writes them must write the same on every rank: without `if trainer.is_global_zero`, "
+                f"and random numbers from a torch.Generator with the same seed everywhere. If it only reads them, they "
+                f"differed before: strategy.certificate=refuse names the step's fault."
             )
 
     def _add_user_gradients(self) -> None:
@@ -428,7 +430,7 @@ class WholeView:
         for name in graded:
             own, self._parameters[name].grad = self._parameters[name].grad, None
             if own is not None:
-                self.set_gradient(name, self.gradient(name) + own if name in self._known_facts()[1] else own)
+                self.set_gradient(name, self.gradient(name) + own if name in self._known_facts(name)[1] else own)
 
 
 def end_view(module: nn.Module) -> None:

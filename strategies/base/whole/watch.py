@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -109,14 +109,80 @@ class UseWatch(TorchFunctionMode):
             _push_mode(self)
             self._is_popped = False
 
-    def _has_gathered(self) -> None:
-        """Record a gather, within a module or not."""
-        if self._depth:
-            self._everywhere[self._method] = True
-
     def _passes(self, func: Any) -> bool:
         """Return whether to run ``func`` as it is: for the strategy, for metadata, in backward."""
         return bool(self._pauses) or func in METADATA or torch._C._current_graph_task_id() != -1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` on parts if that is right, else on whole tensors; raise if it writes whole values to a part."""
+        kwargs = kwargs or {}
+        if KeptParameter in types:
+            args, kwargs = present((args, kwargs))
+        return func(*args, **kwargs) if self._passes(func) else self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        kinds = [self._kind(tensor) for tensor in tensors]
+        split = set(kinds) - {None}
+        if not split:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "").startswith("_foreach") and len(args[0]) > 1:
+            return self._one_by_one(func, args, kwargs)
+        whole = [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind is None]
+        if is_elementwise(func) and len(split) == 1 and all(t.dim() == 0 and not _is_trained(t) for t in whole):
+            return self._on_parts(func, args, kwargs, tensors)
+        if kinds[0] is not None and is_write(func):
+            if not is_elementwise(func) or any(map(_is_trained, tensors[1:])):
+                return self._write_otherwise(func, args, kwargs, tensors[0])
+            # All ranks have the same whole values, of which each writes its part.
+            like = partial(self._like, target=tensors[0])
+            (first, *rest), kwargs = args, pytree.tree_map_only(Tensor, like, kwargs)
+            return self._on_parts(func, (first, *pytree.tree_map_only(Tensor, like, rest)), kwargs, tensors)
+        if self._is_supported():
+            return func(*args, **kwargs)
+        if self._depth:  # within a module
+            self._everywhere[self._method] = True
+        args, kwargs = pytree.tree_map_only(Tensor, self._gathered, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _one_by_one(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of lists on their elements, which may be split differently."""
+        count, found = len(args[0]), []
+        for index in range(count):
+            pick = lambda value, i=index: [value[i]] if isinstance(value, list | tuple) else value  # noqa: E731
+            found.append(self._run(func, tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}))
+        return None if None in found else [each for results in found for each in results]
+
+    def _kind(self, tensor: Tensor) -> Hashable | None:
+        """Return how a tensor is split; ``None``: it is whole."""
+        raise NotImplementedError
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a split tensor; others as they are."""
+        raise NotImplementedError
+
+    def _part(self, whole: Tensor, target: Tensor) -> Tensor:
+        """Return the part of a whole tensor that corresponds to a split one."""
+        raise NotImplementedError
+
+    def _like(self, tensor: Tensor, target: Tensor) -> Tensor:
+        is_ready = self._kind(tensor) == self._kind(target) or tensor.dim() == 0
+        return tensor if is_ready else self._part(self._gathered(tensor), target)
+
+    def _on_parts(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        return func(*args, **kwargs)
+
+    def _write_otherwise(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
+        """Run or refuse a write to a split tensor that does not commute with splitting."""
+        return func(*args, **kwargs)
+
+    def _is_supported(self) -> bool:
+        """Return whether a module is running that supports split tensors."""
+        return False
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 @contextmanager
@@ -186,51 +252,51 @@ class PartsWatch(UseWatch):
     def _leave_owner(self, *_: Any) -> None:
         self._pauses -= 1
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on parts if that is right, else on whole tensors; raise if it writes to a part."""
-        kwargs = kwargs or {}
-        if KeptParameter in types:
-            args, kwargs = present((args, kwargs))
-        if self._passes(func):
-            return func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        sources = [self._source(tensor) for tensor in tensors]
-        name = next((source for source in sources if source is not None), None)
-        if name is None:
-            return func(*args, **kwargs)
-        if not self._is_elementwise(func, args, tensors, sources):
-            if not self._depth and self._is_within_owner():
-                return func(*args, **kwargs)
-            if is_write(func):
-                raise RuntimeError(self._message(name, func))
-            self._has_gathered()
-            args, kwargs = pytree.tree_map_only(Tensor, self._gathered, (args, kwargs))
-            return func(*args, **kwargs)
+    def _on_parts(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        name = next(source for tensor in tensors if (source := self._source(tensor)) is not None)
         output = func(*args, **kwargs)
         for tensor in (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)):
             self._derived[tensor] = name
         return output
+
+    def _write_otherwise(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
+        if self._is_supported():
+            return func(*args, **kwargs)
+        raise RuntimeError(
+            f"A step writes to the parameter {self._source(target)!r} ({getattr(func, '__name__', func)}), whose "
+            f"parts ranks hold. Do this in a hook such as on_after_backward or on_train_batch_end, where parameters "
+            f"are whole, or {self._remedy}."
+        )
+
+    def _is_supported(self) -> bool:
+        return not self._depth and self._is_within_owner()
 
     def _is_within_owner(self) -> bool:
         """Return whether an owner is running that the step calls itself, past the modules with hooks (``net.head(x)``).
 
         The stack shows it, since hooks on all owners would cost more in every step.
         """
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             if frame.f_code is _CALL and frame.f_locals["self"] in self._owners:
                 return True
             frame = frame.f_back
         return False
 
+    def _kind(self, tensor: Tensor) -> Hashable | None:
+        if (name := self._source(tensor)) is None:
+            return None
+        cut = self._parts[name][1]
+        return cut.group, cut.dim, cut.sections, tensor.shape
+
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """Return the whole of a part; other tensors as they are."""
-        name = self._source(tensor)
-        if name is None:
+        if (name := self._source(tensor)) is None:
             return tensor
-        if isinstance(tensor, DTensor):
-            tensor = gathered(tensor)
-        return joined(tensor, self._parts[name][1])
+        return joined(gathered(tensor) if isinstance(tensor, DTensor) else tensor, self._parts[name][1])
+
+    def _part(self, whole: Tensor, target: Tensor) -> Tensor:
+        cut = self._parts[str(self._source(target))][1]
+        return cut.part(whole.expand(cut.whole_shape(target.shape)))
 
     def _source(self, tensor: Tensor) -> str | None:
         """Return the name of the split parameter that a tensor is, or was computed from."""
@@ -244,22 +310,3 @@ class PartsWatch(UseWatch):
             }
         found: str | None = self._derived.get(tensor) or self._names.get(id(tensor))
         return found
-
-    def _is_elementwise(
-        self, func: Callable[..., Any], args: Any, tensors: list[Tensor], sources: list[str | None]
-    ) -> bool:
-        if not is_elementwise(func):
-            return False
-        if getattr(func, "__name__", "").startswith("_foreach"):
-            return all(tensor.dim() == 0 for tensor in tensors[len(args[0]) :])
-        cuts = {(cut.group, cut.dim, cut.sections) for s in sources if s is not None for cut in [self._parts[s][1]]}
-        parts = {tensor.shape for tensor, source in zip(tensors, sources, strict=True) if source is not None}
-        others = all(t.dim() == 0 for t, source in zip(tensors, sources, strict=True) if source is None)
-        return len(cuts) == 1 and len(parts) == 1 and others
-
-    def _message(self, name: str, func: Any) -> str:
-        return (
-            f"A step writes to the parameter {name!r} ({getattr(func, '__name__', func)}), and this rank holds a part "
-            f"of it. Do this in a hook such as on_after_backward or on_train_batch_end, where parameters are whole, or "
-            f"{self._remedy}."
-        )

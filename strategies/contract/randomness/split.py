@@ -32,7 +32,8 @@ class SplitRandomness:
     """Default generators with a per-rank seed between :meth:`enter` and :meth:`leave`.
 
     The seed inside is one draw from the outer CPU generator plus the rank. It is new at every entry, and activation
-    checkpointing, which restores the outer generators before it recomputes, reproduces the masks. There is no
+    checkpointing, which restores the outer generators before it recomputes, reproduces the masks. A region without
+    draws leaves the outer generators as they were, so draws outside are those of one process. There is no
     communication and no device synchronization.
 
     Args:
@@ -41,7 +42,8 @@ class SplitRandomness:
 
     def __init__(self, rank: int) -> None:
         self._offset = rank * RANK_STRIDE
-        self._outside: tuple[dict[str, Tensor], torch.device] | None = None
+        # Device; state before the region, after the draw of its seed, and as the region begins.
+        self._outside: tuple[torch.device, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def enter(self, device: torch.device) -> bool:
         """Use this rank's seed until :meth:`leave`.
@@ -54,13 +56,15 @@ class SplitRandomness:
         """
         if self._outside is not None:
             return False
+        before = torch_state(device)
         seed = int(torch.randint(2**62, (), device="cpu").item())
-        self._outside = torch_state(device), device
+        drawn = torch_state(device)
         inside = (seed + self._offset) % 2**63
         torch.default_generator.manual_seed(inside)
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             torch.cuda.default_generators[index].manual_seed(inside)
+        self._outside = device, before, drawn, torch_state(device)
         return True
 
     @contextmanager
@@ -74,8 +78,10 @@ class SplitRandomness:
                 self.leave()
 
     def leave(self) -> None:
-        """Restore the outer generators. Does nothing outside of a region."""
+        """Restore the outer generators, past the seed if the region drew. Does nothing outside of a region."""
         if self._outside is None:
             return
-        outside, self._outside = self._outside, None
-        set_torch_state(*outside)
+        (device, before, drawn, inside), self._outside = self._outside, None
+        now = torch_state(device)
+        is_unused = all(torch.equal(state, now[name]) for name, state in inside.items())
+        set_torch_state(before if is_unused else drawn, device)

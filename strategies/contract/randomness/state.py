@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -35,6 +36,16 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, cached))
     gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the state of all generators after a ``with`` block, whose draws user code must not notice."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 def torch_state(device: torch.device) -> dict[str, Tensor]:

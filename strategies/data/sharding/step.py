@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Set
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import call
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.lightning_internals import _update_properties
-from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.base.kept_parameters import KeptParameter, present
-from trainwright.strategies.base.whole.gathered import gathered, is_write, mean_over, ranks_of
-from trainwright.strategies.base.whole.watch import UseWatch, is_elementwise
+from trainwright.strategies.base.whole.gathered import gathered, mean_over, ranks_of
+from trainwright.strategies.base.whole.watch import UseWatch
 from trainwright.strategies.data.sharding.float8 import Scales
 from trainwright.strategies.data.sharding.gathered_writes import (
     SET_DATA,
@@ -49,23 +47,24 @@ class SplitUses(UseWatch):
         self._pairs, self._sharded = sharded, WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on split tensors if that is right, else on whole ones; raise if it assigns the data of one."""
-        kwargs = kwargs or {}
-        if KeptParameter in types:
-            args, kwargs = present((args, kwargs))
+        """See the base class; raise if ``func`` assigns the data of a split parameter."""
         if func is SET_DATA and isinstance(args[0], DTensor) and isinstance(args[0], nn.Parameter):
             refuse_new_data(f"of shape {tuple(args[0].shape)}")
-        if self._passes(func):
-            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if getattr(func, "__self__", None) is _GRAD:
             return self._gradient(func, *args)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        split = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        if not split or is_write(func) or (is_elementwise(func) and _are_alike(tensors, split)):
-            return func(*args, **kwargs)
-        self._has_gathered()
-        args, kwargs = pytree.tree_map_only(DTensor, gathered, (args, kwargs))
-        return func(*args, **kwargs)
+        return super()._run(func, args, kwargs)
+
+    def _kind(self, tensor: Tensor) -> Hashable | None:
+        return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        return gathered(tensor) if isinstance(tensor, DTensor) else tensor
+
+    def _part(self, whole: Tensor, target: Tensor) -> Tensor:
+        return part_like(whole.expand(target.shape), cast(DTensor, target))
 
     def _gradient(self, func: Any, parameter: Tensor, *value: Tensor | None) -> Any:
         """Get, set or delete a gradient."""
@@ -83,13 +82,6 @@ def _split_like(parameter: DTensor, gradient: Tensor | None) -> Tensor | None:
     if gradient is None or isinstance(gradient, DTensor):
         return gradient
     return part_like(mean_over(gradient, ranks_of(parameter)), parameter)
-
-
-def _are_alike(tensors: list[Tensor], split: list[DTensor]) -> bool:
-    """Return whether all tensors are split alike, or constant factors."""
-    others = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    kinds = {(tensor.shape, tensor.placements, tensor.device_mesh) for tensor in split}
-    return len(kinds) == 1 and all(tensor.dim() == 0 and not tensor.requires_grad for tensor in others)
 
 
 class Step(nn.Module):

@@ -7,7 +7,7 @@ initial ones can hide errors (zeros of adapters, layer scales of 1e-5).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -73,42 +73,47 @@ class _Run:
 
 
 class Proof:
-    """A module and its call: run unsplit once, then split by each candidate.
+    """A module and its calls: run unsplit once, then split by each candidate.
 
     Args:
         module: unsplit, possibly on the meta device; not modified.
-        call: its arguments.
+        calls: their arguments.
         size: number of ranks.
 
     Attributes:
         projections: names of its projections and attentions in the order of calls, each with an identifier of its
         input.
         reads: name of a submodule -> its integer attributes that were read in forward.
+        unused: names of parameters that no call uses.
 
     Raises:
-        Exception: if the call fails or has no finite outputs.
+        Exception: if a call fails or has no finite outputs.
     """
 
-    def __init__(self, module: nn.Module, call: BlockCall, size: int) -> None:
+    def __init__(self, module: nn.Module, calls: Sequence[BlockCall], size: int) -> None:
         self._size = size
         self._trusts = is_larger(module, _LARGEST) and not _trains()
         self.projections: list[tuple[str, object]] = []
         self.reads: dict[str, dict[str, int]] = {}
         self._between: dict[tuple[str, str], Tensor] = {}
         with _disable_current_modes():  # a planner may run under FakeTensorMode
-            self._run_whole(module, call)
+            self._run_whole(module, calls)
 
-    def _run_whole(self, module: nn.Module, call: BlockCall) -> None:
+    def _run_whole(self, module: nn.Module, calls: Sequence[BlockCall]) -> None:
         shapes = ShapesOnly(module) if self._trusts else None
         self._module = _with_random_weights(module) if shapes is None else shapes.twin
-        self._call = _real(call) if shapes is None else call
         if shapes is not None:
             self._listen(shapes.twin)
-            shapes.run(call)
+            for call in calls:
+                shapes.run(call)
+            projections = {f"{name}.weight" for name, sub in module.named_modules() if is_projection(sub)}
+            self.unused = projections.difference(f"{name}.weight" for name, _ in self.projections)
             return
+        self._calls = [_real(call) for call in calls]
         twin = _as_unit(twin_of(self._module, self._leaves()))
         self._listen(twin.get_submodule(UNIT))
-        self._whole = _run(twin, self._call)
+        self._whole = _run(twin, self._calls)
+        self.unused = {n for n, p in twin.get_submodule(UNIT).named_parameters() if p.requires_grad and p.grad is None}
         numbers = (*self._whole.outputs, *self._whole.gradients.values())
         if not self._whole.outputs or not all(bool(t.isfinite().all()) for t in numbers):
             raise ValueError("it has no finite outputs to compare")
@@ -146,7 +151,7 @@ class Proof:
             sub.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True)
             sub.register_forward_hook(partial(watch.leave, name))
         try:
-            run = _run(twin, self._call)
+            run = _run(twin, self._calls)
         except Exception as error:  # user code may raise anything for smaller tensors
             raise _RaisedError(next(iter(watch.mixing), watch.inside[-1] if watch.inside else None)) from error
         run.parts, run.mixing = {name: cut.part for name, cut in cuts.items()}, watch.mixing
@@ -276,16 +281,16 @@ def _as_unit(module: nn.Module) -> nn.Module:
     return holder.train()
 
 
-def _run(holder: nn.Module, call: BlockCall) -> _Run:
-    call = call.renewed()
+def _run(holder: nn.Module, calls: Sequence[BlockCall]) -> _Run:
+    calls = [call.renewed() for call in calls]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        output = holder.get_submodule(UNIT)(*call.args, **call.kwargs)
-        outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        returned = [holder.get_submodule(UNIT)(*call.args, **call.kwargs) for call in calls]
+        outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
         trained = [leaf for leaf in outputs if leaf.requires_grad]
         torch.manual_seed(1)
         sum((leaf * torch.randn_like(leaf)).sum() for leaf in trained).backward()  # type: ignore[union-attr]
-    inputs = [torch.zeros_like(t) if t.grad is None else t.grad for t in call.tensors()]
+    inputs = [torch.zeros_like(t) if t.grad is None else t.grad for call in calls for t in call.tensors()]
     named = holder.named_parameters()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named if p.requires_grad}
     return _Run([leaf.detach() for leaf in outputs], inputs, gradients)

@@ -348,3 +348,19 @@ def calls_for(module: nn.Module, size: int) -> Iterator[BlockCall]:
             yield BlockCall((x, *[x[:, 0].detach().requires_grad_()] * more))
     if any(isinstance(sub, nn.Conv2d | nn.Embedding) for sub in module.modules()):
         yield from _synthetic_calls(module, size)
+
+
+def variants_of(module: nn.Module, call: BlockCall) -> Iterator[BlockCall]:
+    """Yield ``call`` with one optional argument more: hidden states for ``None``, the opposite of a flag."""
+    bound = inspect.signature(module.forward).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    like = next(leaf for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, Tensor))
+    widths = [sub.in_features for sub in module.modules() if isinstance(sub, nn.Linear)]
+    shapes = dict.fromkeys((like.shape, *((*like.shape[:-1], width) for width in widths)))
+    for name, value in bound.arguments.items():
+        given: list[Any] = [not value] if isinstance(value, bool) else []
+        if value is None:
+            given = [torch.randn(shape, device=like.device).requires_grad_() for shape in shapes]
+        for each in given:
+            changed = inspect.BoundArguments(bound.signature, {**bound.arguments, name: each})  # type: ignore[arg-type]
+            yield BlockCall(changed.args, changed.kwargs)

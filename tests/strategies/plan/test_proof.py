@@ -6,7 +6,7 @@ tests/zoo shows that these modules train like one process, or are refused.
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from tests.zoo.cells import rows
 from trainwright.strategies.compose.model_plan import make_plan
@@ -52,6 +52,34 @@ def test_features_are_gathered_for_norms_over_all_heads():
     plan = make_plan(module, tensor_size=2)
     assert plan.gathered == ()
     assert f"{attention}.q_proj" not in plan.tensor
+
+
+class Gated(nn.Module):
+    """A gated residual network, which adds or scales by a second input only if one is given."""
+
+    def __init__(self, by_value: bool) -> None:
+        super().__init__()
+        self.enter, self.second, self.back = nn.Linear(16, 16), nn.Linear(8, 16, bias=False), nn.Linear(16, 16)
+        self.by_value = by_value
+
+    def forward(self, x: Tensor, other: Tensor | None = None, flag: bool = False) -> Tensor:
+        hidden = self.enter(x)
+        if self.by_value and x.sum() > 1e6:
+            hidden = hidden * self.second(x[..., :8])
+        if not self.by_value and (other is not None or flag):
+            hidden = hidden + self.second(x[..., :8] if other is None else other)
+        return x + self.back(hidden.relu())
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_splits_branches_that_are_not_taken_by_default(by_value):
+    plan = make_plan(nn.ModuleList(Gated(by_value) for _ in range(2)), tensor_size=2)
+    assert plan.tensor == ({} if by_value else {
+        f"{index}.{name}": style
+        for index in range(2)
+        for name, style in (("enter", "colwise"), ("second", "colwise"), ("back", "rowwise"))
+    })  # fmt: skip
+    assert ("no run by itself uses second.weight" in plan.sources["tensor"]) == by_value
 
 
 def test_refuses_wrong_user_splits():

@@ -492,8 +492,17 @@ def test_draws_randomly():
     assert not inner.enter(torch.device("cpu"))
     inner.leave()
     inner.leave()
-    assert inner.enter(torch.device("cpu"))
-    inner.leave()
+
+
+def test_regions_leave_common_numbers_to_code_outside():
+    region, before = SplitRandomness(1).region, torch.get_rng_state()
+    with region(torch.device("cpu")):
+        pass
+    assert torch.equal(torch.get_rng_state(), before), "without draws, the next number is that of one process"
+    with region(torch.device("cpu")):
+        one = torch.rand(8)
+    with region(torch.device("cpu")):
+        assert not torch.equal(torch.rand(8), one)
 
 
 def test_problems_name_values_and_alternatives():
