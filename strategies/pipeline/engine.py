@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.calls import listen
-from trainwright.strategies.contract.randomness.state import random_state, set_random_state
+from trainwright.strategies.contract.randomness.state import (
+    draw_counts,
+    random_state,
+    restore_draw_counts,
+    set_random_state,
+)
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
 from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass, order_message, units_of
@@ -95,9 +100,9 @@ class PipelineEngine:
         self._training: Training | None = None
         self._randomness = StepRandomness(group, self._device, self.from_last_stage)
         self._is_compiled = False
-        # Kind of relay -> whether every rank gets all block values, and whether it draws random numbers outside of
-        # blocks.
-        self._relays: dict[str, tuple[bool, bool]] = {}
+        # Kind of relay -> whether every rank gets all block values; whether blocks draw random numbers, if code outside
+        # of them does (else None).
+        self._relays: dict[str, tuple[bool, bool | None]] = {}
         self._is_whole = False
         self.stages = [self._make_stage(index, sent_as) for index in cut.mine]
 
@@ -228,7 +233,7 @@ class PipelineEngine:
         error: Exception | None = None
         places: list[StatePlace] = []
         problems: list[str] = []
-        random = random_state(self._device)
+        random, counts = random_state(self._device), draw_counts.copy()
         ranks = set(dist.get_process_group_ranks(self._group))
         stop = listen(
             lambda call: trace.record_collective(call.kind, ranks & set(dist.get_process_group_ranks(call.group)))
@@ -248,6 +253,7 @@ class PipelineEngine:
                 stop()
             state.restore()
         set_random_state(random, self._device)
+        restore_draw_counts(counts)
         trace.finish()
         problems += trace.problems
         own = trace.needs, trace.mutated, problems, error is None, trace.draws, trace.draws_inside, trace.joins
@@ -353,8 +359,9 @@ class PipelineEngine:
         if kind in self._relays:
             everything, draws = self._relays[kind]
             run = RelayPass(self.cut, self._ranks, self._channel, None, everything)
-            output = self._relayed(run, function, draws)
-            self._spend_seed(draws)
+            output = self._relayed(run, function, draws is not None)
+            if draws:
+                self._randomness.use_own()
             return output
         trace = DependencyTrace(self.cut, self._device)
         run = RelayPass(self.cut, self._ranks, self._channel, trace, everything=True)
@@ -364,23 +371,20 @@ class PipelineEngine:
         trace.finish()
         routes = StageRoutes(self.cut, (), *run.known())
         everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, trace)
-        flags = torch.tensor([int(everything), int(trace.draws)], device=self._device)
+        flags = torch.tensor([int(everything), int(trace.draws), int(trace.draws_inside)], device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        self._relays[kind] = bool(flags[0]), bool(flags[1])
-        self._spend_seed(bool(flags[1]))
+        everything, draws, draws_inside = map(bool, flags.tolist())
+        self._relays[kind] = everything, draws_inside if draws else None
+        if draws_inside or not draws:
+            self._randomness.use_own()
         return output
-
-    def _spend_seed(self, draws: bool) -> None:
-        """Draw the seed of a relay after it: only then a traced one, too, knows whether it needs one."""
-        if draws:
-            torch.randint(2**62, (1,))
 
     def _relayed(self, run: RelayPass, function: Callable[[], Any], draws: bool = True) -> Any:
         run.randomness = self._randomness if draws else None
         with ExitStack() as stack:
             stack.enter_context(with_attributes(self._gates, current=run))
             if draws:
-                stack.enter_context(self._randomness.outside(self._randomness.next_seed()))
+                stack.enter_context(self._randomness.shared())
             if run.trace is not None:
                 if self._is_compiled:  # compiled code cannot be traced, and would be recompiled for this run
                     stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from trainwright.core.torch_internals import TorchDispatchMode
-from trainwright.strategies.contract.randomness.state import kept_random_state, seed_all
+from trainwright.strategies.contract.randomness.state import (
+    draw_counts,
+    kept_random_state,
+    restore_draw_counts,
+    seed_all,
+)
 from trainwright.strategies.plan.blocks import uncompiled
 
 _SEED = 20_260_101
@@ -51,9 +56,10 @@ class Deterministic(EagerMode):
     number of earlier such draws.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._drawn: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    def __enter__(self) -> Self:
+        """Enter the mode, without earlier draws."""
+        draw_counts.clear()
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run ``func``, or its replacement if it draws random numbers."""
@@ -96,23 +102,23 @@ class Deterministic(EagerMode):
 
     def drawn(self) -> Counter[tuple[str, tuple[int, ...]]]:
         """Return the counts of draws so far."""
-        return self._drawn.copy()
+        return draw_counts.copy()
 
     @contextmanager
     def replaying_from(self, drawn: Counter[tuple[str, tuple[int, ...]]]) -> Iterator[None]:
         """Continue after ``drawn``, so that recomputation in backward repeats the draws of forward."""
-        later = self._drawn
-        self._drawn = drawn.copy()
+        later = draw_counts.copy()
+        restore_draw_counts(drawn)
         try:
             yield
         finally:
-            self._drawn |= later
+            restore_draw_counts(draw_counts | later)
 
     @contextmanager
     def _seeded(self, name: str, shape: tuple[int, ...]) -> Iterator[None]:
         key = (name.removesuffix("_like"), tuple(shape))
-        count = self._drawn[key]
-        self._drawn[key] += 1
+        count = draw_counts[key]
+        draw_counts[key] += 1
         torch.manual_seed((_SEED + 1_000_003 * count + hash(key[1]) + sum(map(ord, key[0]))) % 2**62)
         yield
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 # Odd multiplier of the rank, so that seeds of neighbouring ranks share no low bits.
 RANK_STRIDE = 0x9E3779B97F4A7C15
+# Draws so far of a comparison that draws the same numbers for every sample, by operator and shape.
+draw_counts: Counter[Any] = Counter()
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -65,6 +69,12 @@ def set_torch_state(state: Mapping[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
     elif device.type == "mps" and "mps" in state:
         torch.mps.set_rng_state(state["mps"])
+
+
+def restore_draw_counts(counts: Mapping[Any, int]) -> None:
+    """Restore a copy of :data:`draw_counts`."""
+    draw_counts.clear()
+    draw_counts.update(counts)
 
 
 def seed_all(seed: int) -> None:

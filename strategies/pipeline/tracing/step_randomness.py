@@ -39,7 +39,7 @@ class StepRandomness:
         self._inside = generators.torch_state(self._device)
         if draws_inside:
             generators.set_torch_state(self._of_last(self._inside), self._device)
-        self._common = generators.random_state(self._device)
+        self._common, self._counts = generators.random_state(self._device), generators.draw_counts.copy()
         self._seed = int(torch.randint(2**62, ()))
 
     @contextmanager
@@ -49,6 +49,7 @@ class StepRandomness:
         What a micro-batch draws for activations (dropout) differs between micro-batches.
         """
         generators.set_random_state(self._common, self._device)
+        generators.restore_draw_counts(self._counts)
         if part is not None:
             torch.manual_seed((self._seed + part) % 2**62)
         yield
@@ -59,7 +60,7 @@ class StepRandomness:
         """End a training step: all stages get the generators of the last one. A collective."""
         generators.set_random_state(self._of_last(self._after), self._device)
         if draws_inside:
-            generators.set_torch_state(self._inside, self._device)
+            self.use_own()
 
     def _of_last(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = sorted(state)
@@ -69,30 +70,16 @@ class StepRandomness:
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
-    def seeds(self, count: int) -> list[int]:
-        """Return ``count`` seeds, equal on every rank of the pipeline. A collective."""
-        drawn = torch.randint(2**62, (count,)).to(self._device)
-        dist.broadcast(drawn, group=self._group, group_src=0)
-        return [int(seed) for seed in drawn.tolist()]
-
-    def next_seed(self) -> int:
-        """Return the first of the next :meth:`seeds`, which are not drawn yet. A collective."""
-        before = torch.get_rng_state()
-        (seed,) = self.seeds(1)
-        torch.set_rng_state(before)
-        return seed
-
     @contextmanager
-    def outside(self, seed: int) -> Iterator[None]:
-        """Seed the generators inside; afterwards restore them, as advanced by :meth:`block`."""
-        before = generators.random_state(self._device)
+    def shared(self) -> Iterator[None]:
+        """Run code outside of the blocks inside with the last stage's torch generators. A collective."""
         self._inside = generators.torch_state(self._device)
-        generators.seed_all(seed)
-        try:
-            yield
-        finally:
-            generators.set_random_state(before, self._device)
-            generators.set_torch_state(self._inside, self._device)
+        generators.set_torch_state(self._of_last(self._inside), self._device)
+        yield
+
+    def use_own(self) -> None:
+        """Return to the rank's own torch generators, as blocks have advanced them."""
+        generators.set_torch_state(self._inside, self._device)
 
     @contextmanager
     def block(self) -> Iterator[None]:

@@ -36,7 +36,13 @@ from trainwright.core.torch_internals import (
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.cuts import METADATA
 from trainwright.strategies.pipeline.tracing import sample_functions as functions
-from trainwright.strategies.pipeline.tracing.block_values import READS_NUMBERS, READS_VALUES, SHAPE_ONLY, Call, Placeholder
+from trainwright.strategies.pipeline.tracing.block_values import (
+    READS_NUMBERS,
+    READS_VALUES,
+    SHAPE_ONLY,
+    Call,
+    Placeholder,
+)
 from trainwright.strategies.pipeline.value_spec import PLAIN, tensors_in
 from trainwright.strategies.plan.slots import Slot
 
