@@ -256,7 +256,8 @@ class PipelineEngine:
         restore_draw_counts(counts)
         trace.finish()
         problems += trace.problems
-        own = trace.needs, trace.mutated, problems, error is None, trace.draws, trace.draws_inside, trace.joins
+        flags = trace.draws, trace.draws_inside, trace.joins
+        own = [*trace.needs, trace.results], trace.mutated, problems, error is None, *flags
         found = all_gather_values(own, self._group, self._device)
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):

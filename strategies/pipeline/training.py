@@ -286,7 +286,7 @@ class Training:
         finally:
             self._gates.current, step.recorder.current = None, None
         if self._state is not None:
-            self._state.end_micro_batch(run.stage)
+            self._state.end_micro_batch(min(run.stage, self._cut.stages - 1))
         return step.recorder.finish(part or 0, output) if is_last else output
 
     # ---- schedules -------------------------------------------------------------------------------------------------

@@ -113,10 +113,10 @@ def plan_routes(
     Args:
         cut, trace, forms, places: of this rank's trace of the step.
         ranks: rank of each stage; a parameter held for one stage is held for all stages of the rank.
-        found: of each rank of the pipeline: needs of all stages, and in-place changes.
+        found: of each rank of the pipeline: needs of all stages and of the step's results, and in-place changes.
     """
     problems: list[str] = []
-    needs = [frozenset(s for other, _ in found for s in other[stage]) for stage in range(cut.stages)]
+    *needs, results = [frozenset(s for other, _ in found for s in other[stage]) for stage in range(cut.stages + 1)]
     cloned: dict[Source, bool] = {}
     for _, mutated in found:
         for source, at_once in mutated.items():
@@ -143,7 +143,7 @@ def plan_routes(
                 if source.block != cut.spans[stage].start - 1 or not is_output:
                     kept.add(source)
         wanted.append(frozenset(kept | _mismatched_outputs(routes, stage)))
-    wanted.append(wanted[-1] | {source for source in needs[-1] if _is_beside_output(cut, routes, source)})
+    wanted.append(wanted[-1] | {source for source in results if _is_beside_output(cut, routes, source)})
     return StageRoutes(cut, wanted, forms, places, cloned), list(dict.fromkeys(problems))
 
 

@@ -67,7 +67,7 @@ def find_places(
             is_result = change.name not in sub._buffers and Source("state", change.label) not in sources
             if block is not None and is_result:
                 continue  # used by the step itself, such as an auxiliary loss
-            if micro_batches > 1 and block is None and _stage_for(cut, sources, change) and _is_after(sources, cut):
+            if micro_batches > 1 and block is None and _is_after(sources, cut):
                 trace.joins = True
             elif micro_batches > 1:
                 problems.append(_data_dependent_problem(change, sub, micro_batches))

@@ -269,7 +269,7 @@ MISUSES: list[tuple[Any, dict[str, Any], str | None]] = [
     (Opaque, {}, "returns a object, which cannot be sent"),
     (Hidden, {}, "uses a tensor that the block 'layers.0' computes but neither returns nor keeps"),
     (Collective, {}, r"a collective \(all_reduce\) of ranks \[0, 1\]"),
-    (Running, {}, "changes 'mean' .Running. depending on samples.*each of 2 micro-batches"),
+    (Running, {}, None),  # its code after the blocks runs once per batch
     (Listed, {}, "keeps tensors in 'outputs' .list."),
     (Modest, {}, None),
     (Model, {"first": ("embed", "norm"), "last": ("head",)}, None),

@@ -142,7 +142,8 @@ def test_checkpointed_and_frozen_blocks(ranks: Ranks, schedule: str, frozen: int
 def actions_until_sent(schedule: str) -> int:
     """Return the most actions between a computation and the send of its result, on this rank."""
     engine = engine_of(build(Model, 4), schedule, 8)
-    order = [str(a) for a in engine._schedule(8)[0].pipeline_order_with_comms[dist.get_rank()]]
+    train(engine, make_batch())
+    order = [str(a) for a in engine._training._schedule(8)[0].pipeline_order_with_comms[dist.get_rank()]]
     sends = [name for name in order if "SEND_" in name]
     makers = {"SEND_F": ("F",), "SEND_B": ("B", "I")}
     made = [
