@@ -172,8 +172,7 @@ class WrittenWeights:
         return {
             name
             for name, held, memory in self._watched.values()
-            if (name in self._saved or held.data_ptr() != memory.data_ptr())
-            and not is_same(held, self._saved.get(name, memory))
+            if held.data_ptr() != memory.data_ptr() or (name in self._saved and not is_same(held, self._saved[name]))
         }
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ def is_elementwise(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name.removeprefix("_foreach").strip("_") in ELEMENTWISE
+    return name.strip("_") in ELEMENTWISE
 
 
 class UseWatch(TorchFunctionMode):
@@ -49,11 +49,12 @@ class UseWatch(TorchFunctionMode):
 
     Args:
         module: the user's.
+        remedy: alternative to this layout, for messages.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, remedy: str) -> None:
         super().__init__()
-        self._module = module
+        self._module, self._remedy = module, remedy
         # Method -> whether it needs the watch within modules.
         self._everywhere: dict[str, bool] = {}
         self._method = ""
@@ -126,32 +127,54 @@ class UseWatch(TorchFunctionMode):
         split = set(kinds) - {None}
         if not split:
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "").startswith("_foreach") and len(args[0]) > 1:
+        if getattr(func, "__name__", "").startswith("_foreach"):
             return self._one_by_one(func, args, kwargs)
         whole = [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind is None]
         if is_elementwise(func) and len(split) == 1 and all(t.dim() == 0 and not _is_trained(t) for t in whole):
             return self._on_parts(func, args, kwargs, tensors)
-        if kinds[0] is not None and is_write(func):
-            if not is_elementwise(func) or any(map(_is_trained, tensors[1:])):
-                return self._write_otherwise(func, args, kwargs, tensors[0])
-            # All ranks have the same whole values, of which each writes its part.
-            like = partial(self._like, target=tensors[0])
-            (first, *rest), kwargs = args, pytree.tree_map_only(Tensor, like, kwargs)
-            return self._on_parts(func, (first, *pytree.tree_map_only(Tensor, like, rest)), kwargs, tensors)
         if self._is_supported():
             return func(*args, **kwargs)
+        if kinds[0] is not None and is_write(func):
+            return self._write(func, args, kwargs, tensors)
         if self._depth:  # within a module
             self._everywhere[self._method] = True
         args, kwargs = pytree.tree_map_only(Tensor, self._gathered, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _one_by_one(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _one_by_one(self, func: Any, args: Any, kwargs: Any) -> list[Any] | None:
         """Run a function of lists on their elements, which may be split differently."""
-        count, found = len(args[0]), []
-        for index in range(count):
-            pick = lambda value, i=index: [value[i]] if isinstance(value, list | tuple) else value  # noqa: E731
-            found.append(self._run(func, tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}))
-        return None if None in found else [each for results in found for each in results]
+        name = func.__name__.removeprefix("_foreach_")
+        single, found = getattr(Tensor, name), []
+        for index in range(len(args[0])):
+            pick = lambda value, i=index: value[i] if isinstance(value, list | tuple) else value  # noqa: E731
+            found.append(self._run(single, tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}))
+        return None if name.endswith("_") else found
+
+    def _write(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Write to a split tensor; raise if that does not commute with splitting."""
+        target, *others = tensors
+        given: Any = None
+        if is_elementwise(func) and not any(map(_is_trained, others)):
+            with suppress(RuntimeError):  # values of another shape than the whole's
+                given = pytree.tree_map_only(Tensor, partial(self._like, target), (args[1:], kwargs))
+        if given is not None:
+            return self._on_parts(func, (args[0], *given[0]), given[1], tensors)
+        raise RuntimeError(
+            f"A step writes to the parameter {self._name(target)!r}, or to what it computed from it "
+            f"({getattr(func, '__name__', func)}), of which each rank holds a part. Do this in a hook such as "
+            f"on_after_backward or on_train_batch_end, where parameters are whole, or {self._remedy}."
+        )
+
+    def _like(self, target: Tensor, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor that corresponds to that of ``target``."""
+        is_alike = self._kind(tensor) == self._kind(target) or tensor.dim() == 0
+        return tensor if is_alike else self._part(self._gathered(tensor), target)
+
+    def _name(self, tensor: Tensor) -> str:
+        return next(
+            (name for name, parameter in self._module.named_parameters() if parameter is tensor),
+            f"of shape {tuple(tensor.shape)}",
+        )
 
     def _kind(self, tensor: Tensor) -> Hashable | None:
         """Return how a tensor is split; ``None``: it is whole."""
@@ -165,15 +188,7 @@ class UseWatch(TorchFunctionMode):
         """Return the part of a whole tensor that corresponds to a split one."""
         raise NotImplementedError
 
-    def _like(self, tensor: Tensor, target: Tensor) -> Tensor:
-        is_ready = self._kind(tensor) == self._kind(target) or tensor.dim() == 0
-        return tensor if is_ready else self._part(self._gathered(tensor), target)
-
     def _on_parts(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        return func(*args, **kwargs)
-
-    def _write_otherwise(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
-        """Run or refuse a write to a split tensor that does not commute with splitting."""
         return func(*args, **kwargs)
 
     def _is_supported(self) -> bool:
@@ -224,8 +239,8 @@ class PartsWatch(UseWatch):
         owners: Sequence[nn.Module],
         remedy: str,
     ) -> None:
-        super().__init__(module)
-        self._parts, self._owners, self._remedy = parts, frozenset(owners), remedy
+        super().__init__(module, remedy)
+        self._parts, self._owners = parts, frozenset(owners)
         self._names: dict[int, str] = {}
         self._derived: Any = WeakIdKeyDictionary()
 
@@ -259,15 +274,6 @@ class PartsWatch(UseWatch):
             self._derived[tensor] = name
         return output
 
-    def _write_otherwise(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
-        if self._is_supported():
-            return func(*args, **kwargs)
-        raise RuntimeError(
-            f"A step writes to the parameter {self._source(target)!r} ({getattr(func, '__name__', func)}), whose "
-            f"parts ranks hold. Do this in a hook such as on_after_backward or on_train_batch_end, where parameters "
-            f"are whole, or {self._remedy}."
-        )
-
     def _is_supported(self) -> bool:
         return not self._depth and self._is_within_owner()
 
@@ -294,8 +300,11 @@ class PartsWatch(UseWatch):
             return tensor
         return joined(gathered(tensor) if isinstance(tensor, DTensor) else tensor, self._parts[name][1])
 
+    def _name(self, tensor: Tensor) -> str:
+        return str(self._source(tensor))
+
     def _part(self, whole: Tensor, target: Tensor) -> Tensor:
-        cut = self._parts[str(self._source(target))][1]
+        cut = self._parts[self._name(target)][1]
         return cut.part(whole.expand(cut.whole_shape(target.shape)))
 
     def _source(self, tensor: Tensor) -> str | None:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.lightning_internals import _update_properties
 from trainwright.strategies.base.whole.gathered import gathered, mean_over, ranks_of
-from trainwright.strategies.base.whole.watch import UseWatch
+from trainwright.strategies.base.whole.watch import UseWatch, is_elementwise
 from trainwright.strategies.data.sharding.float8 import Scales
 from trainwright.strategies.data.sharding.gathered_writes import (
     SET_DATA,
@@ -43,7 +43,7 @@ class SplitUses(UseWatch):
     """
 
     def __init__(self, module: nn.Module, sharded: Callable[[], Iterable[tuple[Tensor, DTensor]]]) -> None:
-        super().__init__(module)
+        super().__init__(module, "use strategy=zero2")
         self._pairs, self._sharded = sharded, WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,6 +62,12 @@ class SplitUses(UseWatch):
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         return gathered(tensor) if isinstance(tensor, DTensor) else tensor
+
+    def _write(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        if not is_elementwise(func):
+            with suppress(NotImplementedError):  # DTensor supports some
+                return func(*args, **kwargs)
+        return super()._write(func, args, kwargs, tensors)
 
     def _part(self, whole: Tensor, target: Tensor) -> Tensor:
         return part_like(whole.expand(target.shape), cast(DTensor, target))
