@@ -249,6 +249,7 @@ class PipelineEngine:
                     raise RuntimeError(order_message(self.cut.names, 0, len(self.cut.names)))
             except Exception as raised:
                 error = raised
+                run.fail(raised)
             finally:
                 stop()
             state.restore()
@@ -259,6 +260,9 @@ class PipelineEngine:
         flags = trace.draws, trace.draws_inside, trace.joins
         own = [*trace.needs, trace.results], trace.mutated, problems, error is None, *flags
         found = all_gather_values(own, self._group, self._device)
+        if len({each[3] for each in found}) > 1:
+            other = "training_step failed on another stage of the pipeline; see the error of its rank."
+            raise error or RuntimeError(other)
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]
@@ -268,8 +272,6 @@ class PipelineEngine:
                 raise RuntimeError(" ".join(problems)) from error
         if error is not None:
             raise error
-        if not all(each[3] for each in found):
-            raise RuntimeError("training_step failed on another stage of the pipeline; see the error of its rank.")
         training = Training(
             self._module, self.cut, self._gates, self.stages, routes,
             StepState(self._module, places, self._ranks, self._channel) if places else None,

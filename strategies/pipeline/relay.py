@@ -61,6 +61,7 @@ class RelayPass:
         self._forms: dict[int, ValueSpec] = {}
         self._places: dict[int, SideOutputs] = {}
         self._next, self.passes = 0, 0
+        self._exchanged = 0  # blocks of this pass, if every rank gets everything
         self._held: Any = None
         self._in_gap = False
         self._caches: dict[int, tuple[int, Any]] = {}
@@ -101,6 +102,7 @@ class RelayPass:
         rank = self._ranks[self._cut.stage_of_block(index)]
         if not self._cut.owns_block(index):
             received = self._channel.broadcast(rank)
+            self._exchanged = index + 1
             if isinstance(received, str):
                 raise RuntimeError(received)
             value = BlockValue(*received)
@@ -111,11 +113,23 @@ class RelayPass:
                 value = block_values.observed_call(block, call, args, kwargs, self._cut.engine_hooks, self.trace)
             to_spec(tuple(value), name)
         except Exception as error:
-            self._channel.broadcast(rank, f"{name} failed on its rank: {type(error).__name__}: {error}", name)
+            self._exchange_failure(index, error)
             raise
         self._channel.broadcast(rank, tuple(value), name)
+        self._exchanged = index + 1
         self._keep(index, value, name)
         return value.output
+
+    def _exchange_failure(self, index: int, error: Exception) -> None:
+        name = self._cut.names[index]
+        text = f"The block {name!r} failed on its rank: {type(error).__name__}: {error}"
+        self._channel.broadcast(self._ranks[self._cut.stage_of_block(index)], text, name)
+        self._exchanged = index + 1
+
+    def fail(self, error: Exception) -> None:
+        """Exchange an error of code outside of the blocks, for ranks without one, which wait for the next block."""
+        for index in range(self._exchanged, len(self._cut.blocks)):
+            self._exchange_failure(index, error)
 
     def _keep(self, index: int, value: BlockValue, name: str) -> None:
         self._forms[index], tensors = value.to_spec(name)

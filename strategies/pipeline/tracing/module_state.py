@@ -25,12 +25,14 @@ class Change(NamedTuple):
         name: of the attribute or buffer.
         kind: ``tensor``, ``number`` or ``object``.
         value: the later one.
+        is_first: whether there was none, or ``None``, before.
     """
 
     path: str
     name: str
     kind: str
     value: Any
+    is_first: bool
 
     @property
     def label(self) -> str:
@@ -93,9 +95,10 @@ class ModuleState:
         for path, place, kept in self._places:
             now = {name: value for name, value in place.items() if name not in _REGISTERS}
             for name in dict.fromkeys((*kept, *now)):
-                value = now.get(name)
-                if self._differs(kept.get(name), value):
-                    yield Change(path, name, _kind_of(value if value is not None else kept.get(name)), value)
+                before, value = kept.get(name), now.get(name)
+                if self._differs(before, value):
+                    kind = _kind_of(before if value is None else value)
+                    yield Change(path, name, kind, value, before is None)
 
     def _differs(self, before: Any, now: Any) -> bool:
         if isinstance(now, Tensor) or isinstance(before, Tensor):

@@ -59,6 +59,8 @@ def find_places(
         sources = trace.of(change.value) if block is None else trace.inner_sources(change.value)
         if _is_metric(sub):
             continue  # accumulates over micro-batches, and is synchronized when computed
+        if change.is_first and block is not None and change.name in sub.state_dict():
+            problems.append(_unsaved_buffer_problem(change))
         if change.kind == "object":
             if depends_on_data(sources) and block is None:
                 problems.append(_stored_tensor_problem(change))
@@ -106,6 +108,13 @@ def _data_dependent_problem(change: Change, sub: nn.Module, micro_batches: int) 
         f"once for each of {micro_batches} micro-batches, so the result would differ from that of the whole batch "
         "(statistics of BatchNorm, running means). Use strategy.micro_batches=1, pipeline=1, or layers that do not "
         "depend on other samples (LayerNorm or GroupNorm; self.log of the value instead of an attribute)."
+    )
+
+
+def _unsaved_buffer_problem(change: Change) -> str:
+    return (
+        f"training_step creates the buffer {change.label!r}, which only this stage of the pipeline then has, so a "
+        "checkpoint would lack it. Register it as a tensor in __init__, or with persistent=False."
     )
 
 
@@ -183,6 +192,7 @@ class StepState:
 
     def _set(self, place: StatePlace, value: Any) -> None:
         held = self._held_in(place)
+        self._module.get_submodule(place.path).__dict__.pop(place.name, None)  # of a skipped block: not as a buffer
         if value is _ABSENT:  # the step may ask whether there is one
             held.pop(place.name, None)
         else:
