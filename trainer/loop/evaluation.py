@@ -19,6 +19,7 @@ from trainwright.strategies.contract.randomness.state import random_state, set_r
 from trainwright.trainer.data.reading import weigher_of
 from trainwright.trainer.loop.collected_outputs import CollectedOutputs
 from trainwright.trainer.loop.dealt_evaluation import DealtEvaluation, without_trace
+from trainwright.trainer.loop.reloaded import made_in_epoch
 from trainwright.trainer.loop.remembered_logs import match_logged
 from trainwright.trainer.loop.results import LeanResults
 
@@ -36,6 +37,7 @@ class ExactEvaluationLoop(_EvaluationLoop):
         super().__init__(trainer, trainer_fn, stage, verbose=verbose, inference_mode=inference_mode)
         self._results = LeanResults(training=False)
         self._random_state: dict[str, Tensor] = {}
+        self._reloaded: int | None = None  # as saved, the epoch at which loaders were last reloaded
 
     def run(self) -> Any:
         """Evaluate on all batches."""
@@ -48,12 +50,25 @@ class ExactEvaluationLoop(_EvaluationLoop):
         return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
 
     def setup_data(self) -> None:
-        """Set up the loaders, if that is due."""
-        before = self._max_batches
-        super().setup_data()
+        """Set up the loaders, if that is due; after a resume as of their last reload."""
+        before, reloaded, self._reloaded = self._max_batches, self._reloaded, None
+        if reloaded not in (None, self._last_val_dl_reload_epoch):
+            self._combined_loader, self._last_val_dl_reload_epoch = None, reloaded
+            reloaded = None if self._should_reload_val_dl else reloaded
+        with made_in_epoch(reloaded, self._data_source, self.trainer):
+            super().setup_data()
+        self._last_val_dl_reload_epoch = self._last_val_dl_reload_epoch if reloaded is None else reloaded
         if self._max_batches is not before:
             self._dealt = DealtEvaluation(self.trainer, self._combined_loader, self._max_batches)
             self._max_batches = self._dealt.shown()
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the epoch of the last reload."""
+        return {} if self._combined_loader is None else {"reloaded": self._last_val_dl_reload_epoch}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Load the epoch of the last reload."""
+        self._reloaded = state_dict.get("reloaded")
 
     def reset(self) -> None:
         """Start reading."""
