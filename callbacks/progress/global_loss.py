@@ -28,10 +28,10 @@ ADVICE_ASYNCHRONOUS = (
 class GlobalLoss(Windowed):
     """Log ``loss``, the mean over the global batch of each optimizer step, to every logger, each at its own step.
 
-    A value logged in ``training_step`` is that of one micro-batch on one rank. This callback takes the mean of the losses
-    of a step's micro-batches, however few (at the end of an epoch), and of the data ranks, weighted as in the step, in
-    one small all-reduce per ``every_n_steps``; on one process the value is the plain loss, bit for bit. Pending values are
-    also written when validation begins and training ends; a failed run loses them.
+    A value logged in ``training_step`` is that of one micro-batch on one rank. This callback takes the mean of the
+    losses of a step's micro-batches, however few (at the end of an epoch), and of the data ranks, weighted as in the
+    step, in one small all-reduce per ``every_n_steps``; on one process the value is the plain loss, bit for bit.
+    Pending values are also written when validation begins and training ends; a failed run loses them.
 
     With ``loss_weighting="tokens"`` it is the mean over all valid tokens of the step, which the Trainer has summed
     already. With asynchronous steps (``strategy.traits.steps_are_collective`` is false) it is the loss of this rank.

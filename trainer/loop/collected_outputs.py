@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -19,21 +18,8 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.collectives.ranks import ranks_of
 
 _OURS = ("trainwright", "lightning", "pytorch_lightning", "lightning_fabric")
+_GATHERS = {"all_gather", "all_gather_object", "all_gather_into_tensor", "gather_all_tensors", "all_reduce"}
 _Path = tuple[int, str, Any]  # owner, attribute, and key in it (None: the attribute is the list)
-
-
-@dataclass
-class _Added:
-    """Entries that batches have added to a list: ``(loader, index of the batch, number)``, and the entries."""
-
-    batches: list[tuple[int, int, int]]
-    entries: list[Any]
-
-    def by_batch(self) -> Iterator[tuple[tuple[int, int], list[Any]]]:
-        begin = 0
-        for loader, index, count in self.batches:
-            yield (loader, index), self.entries[begin : begin + count]
-            begin += count
 
 
 class CollectedOutputs:
@@ -41,17 +27,21 @@ class CollectedOutputs:
 
     They are found in attributes of the module and of the user's callbacks, and in dictionaries and lists there. In
     :meth:`whole` they hold the entries of all data ranks in the order of batches in one process, afterwards this rank's
-    own again, unless user code has changed them.
+    own again, unless user code has emptied them. Classes that call collectives themselves are left alone: they expect
+    their rank's entries.
 
     Args:
         trainer: at the start of an evaluation.
+        is_on: whether ranks run different batches.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        callbacks = [each for each in trainer.callbacks if type(each).__module__.partition(".")[0] not in _OURS]
-        self._strategy, self._owners = trainer.strategy, [trainer.lightning_module, *callbacks]
+    def __init__(self, trainer: Any, is_on: bool) -> None:
+        owners = [trainer.lightning_module, *(each for each in trainer.callbacks if not _is_ours(type(each)))]
+        self._owners = [each for each in owners if is_on and not _gathers(type(each))]
+        self._strategy = trainer.strategy
         self._lengths = {path: len(found) for path, found in self._lists()}
-        self._batches: dict[_Path, list[tuple[int, int, int]]] = defaultdict(list)
+        # Entries by loader, batch and list.
+        self._added: dict[tuple[int, int], dict[_Path, list[Any]]] = {}
 
     def _lists(self) -> Iterator[tuple[_Path, list[Any]]]:
         for owner, holder in enumerate(self._owners):
@@ -64,73 +54,77 @@ class CollectedOutputs:
 
     def note(self, loader: int, index: int) -> None:
         """Note what the ``index``-th batch of a loader, just run, has added."""
+        added = self._added[loader, index] = {}
         for path, found in self._lists():
-            count = len(found) - self._lengths.get(path, 0)
+            before = self._lengths.get(path, 0)
             self._lengths[path] = len(found)
-            if count > 0:
-                self._batches[path].append((loader, index, count))
-            elif count < 0:  # emptied by user code; the batches of what remains are unknown
-                self._batches.pop(path, None)
+            if len(found) > before:
+                added[path] = found[before:]
+            elif len(found) < before:  # emptied by user code; the batches of what remains are unknown
+                for earlier in self._added.values():
+                    earlier.pop(path, None)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Complete the lists in a ``with`` block. A collective of the data ranks."""
-        own = self._own()
-        shown: list[tuple[list[Any], int, list[Any]]] = []
-        for path, parts in self._gathered(own).items():
-            there, mine = self._at(path), own[path].entries if path in own else []
-            begin = len(there) - len(mine)
-            there[begin:] = [entry for _, each in sorted(parts, key=lambda part: part[0]) for entry in each]
-            shown.append((there, begin, mine))
-        lengths = [len(there) for there, *_ in shown]
+        shown = self._complete() if self._owners else []
         try:
             yield
         finally:
-            for (there, begin, mine), length in zip(shown, lengths, strict=True):
-                if len(there) >= length:  # else emptied by user code, as usual
-                    there[begin:length] = mine
+            for there, begin, end, mine in shown:
+                if len(there) >= end:
+                    there[begin:end] = mine
 
-    def _own(self) -> dict[_Path, _Added]:
-        lists, found = dict(self._lists()), {}
-        for path, batches in self._batches.items():
-            entries = lists.get(path, [])[-sum(count for *_, count in batches) :]
-            found[path] = _Added(batches, entries)
-        return found
+    def _complete(self) -> list[tuple[list[Any], int, int, list[Any]]]:
+        """Complete the lists, and return each with the bounds of the entries and this rank's own."""
+        own: dict[_Path, list[Any]] = defaultdict(list)
+        for added in self._added.values():
+            for path, entries in added.items():
+                own[path] += entries
+        merged: dict[_Path, list[Any]] = defaultdict(list)
+        for _, path, entries in sorted(self._gathered(), key=lambda part: part[0]):
+            merged[path] += entries
+        shown = []
+        for path, entries in merged.items():
+            there, mine = self._at(path), own[path]
+            leaf = next((leaf for leaf in pytree.tree_leaves(mine) if isinstance(leaf, Tensor)), None)
+            device = self._strategy.root_device if leaf is None else leaf.device
+            begin = len(there) - len(mine)
+            there[begin:] = move_data_to_device(entries, device)
+            shown.append((there, begin, len(there), mine))
+        return shown
 
-    def _gathered(self, own: dict[_Path, _Added]) -> dict[_Path, list[tuple[tuple[int, int], list[Any]]]]:
-        """Return the entries of all data ranks by batch. A collective of them."""
-        ranks, device = ranks_of(self._strategy), self._strategy.root_device
-        sent = [[list(path), added.batches, *packed] for path, added in own.items() if (packed := _packed(path, added))]
-        found: dict[_Path, list[Any]] = defaultdict(list)
-        for rank, parts in enumerate(all_gather_values(sent, ranks.data_group, device)):
-            for (owner, name, key), batches, on_device, octets in parts:
-                path = (owner, name, key)
-                if rank == ranks.data_rank:
-                    added = own[path]
-                else:
-                    entries = unpack(octets)
-                    added = _Added(batches, move_data_to_device(entries, device) if on_device else entries)
-                found[path] += added.by_batch()
-        return found
+    def _gathered(self) -> Iterator[tuple[tuple[int, int], _Path, list[Any]]]:
+        """Yield the entries that each batch of each data rank has added. A collective."""
+        ranks = ranks_of(self._strategy)
+        sent = [[batch, path, entries] for batch, added in self._added.items() for path, entries in added.items()]
+        try:
+            octets = pack(sent)
+        except UnsupportedValueError as error:
+            octets = pack([])
+            rank_zero_warn(
+                "Lists filled during the evaluation hold only the entries of this rank when it ends, since one cannot "
+                f"be sent to others: {error} Collect tensors, numbers or texts."
+            )
+        for rank, data in enumerate(all_gather_values(octets, ranks.data_group, self._strategy.root_device)):
+            for batch, path, entries in sent if rank == ranks.data_rank else unpack(data):
+                yield tuple(batch), tuple(path), entries  # type: ignore[misc]
 
     def _at(self, path: _Path) -> list[Any]:
         """Return the list at a path, a new one if only other ranks have it."""
         owner, name, key = path
-        values: dict[str, Any] = vars(self._owners[owner])
+        values: Any = vars(self._owners[owner])
         if key is not None:
             values, name = values.setdefault(name, {}), key
         found: list[Any] = values[name] if isinstance(values, list) else values.setdefault(name, [])
         return found
 
 
-def _packed(path: _Path, added: _Added) -> tuple[bool, bytes] | None:
-    try:
-        octets = pack(added.entries)
-    except UnsupportedValueError as error:
-        rank_zero_warn(
-            f"The list {path[1]!r}, filled during the evaluation, holds only the entries of this rank when it ends, "
-            f"since they cannot be sent to others: {error} Collect tensors, numbers or texts."
-        )
-        return None
-    leaves = (leaf for leaf in pytree.tree_leaves(added.entries) if isinstance(leaf, Tensor))
-    return any(leaf.device.type != "cpu" for leaf in leaves), octets
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _OURS
+
+
+def _gathers(kind: type) -> bool:
+    """Return whether methods of a class, or of its bases that are not Lightning's, call collectives."""
+    methods = (method for each in kind.__mro__ if not _is_ours(each) for method in vars(each).values())
+    return any(_GATHERS.intersection(method.__code__.co_names) for method in methods if hasattr(method, "__code__"))

@@ -25,6 +25,7 @@ class Turn(NamedTuple):
         shown: index that user code sees.
         runs: whether the batch is this rank's.
         pads: whether it runs along without weight instead, as other ranks have a batch.
+        ends: whether all ranks are at the same place afterwards.
         weight: factor of this rank's value in a mean over ranks that leaves out those that pad.
     """
 
@@ -32,7 +33,8 @@ class Turn(NamedTuple):
     shown: int
     runs: bool
     pads: bool
-    weight: float
+    ends: bool = True
+    weight: float = 1.0
 
 
 class DealtEvaluation:
@@ -64,15 +66,14 @@ class DealtEvaluation:
         weighers = [weigher_of(loader) for loader in loaders]
         self.is_exact = self._ranks > 1 and any(each is not None for each in weighers)
         self._all_read = self.is_exact and combined._mode != "sequential"
-        for loader, weigher in zip(loaders, weighers, strict=True):
-            if self._all_read and not isinstance(weigher, DealingSampler):
+        for weigher in weighers if self._all_read else ():
+            if not isinstance(weigher, DealingSampler):
                 raise ValueError(
-                    f'Loaders are evaluated side by side (CombinedLoader in mode "{combined._mode}"), and '
-                    f"{type(loader).__name__} reads a stream, which cannot be dealt like that to {self._ranks} data "
-                    'ranks. Use mode "sequential", or DataLoaders over map-style data sets.'
+                    f'Loaders are evaluated side by side (CombinedLoader in mode "{combined._mode}"), and one reads a '
+                    f"stream, which cannot be dealt like that to {self._ranks} data ranks. Use mode "
+                    '"sequential", or DataLoaders over map-style data sets.'
                 )
-            if isinstance(weigher, DealingSampler) and self._all_read:
-                weigher.data_rank, weigher.data_ranks = 0, 1
+            weigher.data_rank, weigher.data_ranks = 0, 1
 
     def _dealt_to(self, loader: int) -> int:
         """Return the number of ranks to which the batches of a loader are dealt; 1: each counts its own."""
@@ -83,8 +84,8 @@ class DealtEvaluation:
         return self._in_waves() if self._shows_waves else self.numbers
 
     def _in_waves(self) -> list[int | float]:
-        dealt = enumerate(self._most)
-        return [n if math.isinf(n) else math.ceil(n / self._dealt_to(loader)) for loader, n in dealt]
+        # Infinity stays itself.
+        return [-(-number // self._dealt_to(loader)) for loader, number in enumerate(self._most)]
 
     def limits(self, most: float) -> list[int | float]:
         """Return the batches to read from each loader, given the most of one process; streams are limited too."""
@@ -94,31 +95,18 @@ class DealtEvaluation:
                 loader.limit = None if math.isinf(number) else int(number)
         return self._most if self._all_read else self._in_waves()
 
-    def read_by_user(self, fetcher: Any) -> int:
-        """Return the place of the batch that a step with ``dataloader_iter`` reads next.
-
-        Raises:
-            ValueError: if there are several loaders on several data ranks, as it is unknown which is read.
-        """
-        if self.is_exact and len(self._loaders) > 1:
-            raise ValueError(
-                f"dataloader_iter is not supported with {len(self._loaders)} loaders in an evaluation on {self._ranks} "
-                "data ranks. Take batch and batch_idx as arguments of the step, or evaluate on one loader at a time."
-            )
-        return int(fetcher.fetched)
-
     def turn(self, place: int, loader: int, is_last: bool) -> Turn:
         """Return what this rank does with the ``place``-th batch that it reads of a loader."""
         ranks = self._dealt_to(loader)
         if self._all_read:
             wave, owner = divmod(place, ranks)
-            runs, pads = owner == self._rank, is_last and owner < self._rank
-            return Turn(place, wave if self._shows_waves else place, runs, pads, 1.0)
+            pads, ends = is_last and owner < self._rank, is_last or owner + 1 == ranks
+            return Turn(place, wave if self._shows_waves else place, owner == self._rank, pads, ends)
         index = place * ranks + (self._rank if ranks > 1 else 0)
         weigher, number = weigher_of(self._loaders[loader]), self._most[loader]
         pads = index >= number or (weigher is not None and weigher.is_padding(place))
-        own = min(number - place * ranks, ranks) if ranks > 1 else 1
-        return Turn(index, place if self._shows_waves else index, not pads, pads, ranks / own)
+        weight = ranks / min(number - place * ranks, ranks) if ranks > 1 else 1.0
+        return Turn(index, place if self._shows_waves else index, not pads, pads, weight=weight)
 
 
 @contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
@@ -82,21 +81,20 @@ class ExactEvaluationLoop(_EvaluationLoop):
     def on_run_start(self) -> None:
         """Call the hooks of the start."""
         super().on_run_start()
-        self._collected = CollectedOutputs(self.trainer)
+        self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        if dataloader_iter is not None:
-            batch_idx = self._dealt.read_by_user(self._data_fetcher)
+        if dataloader_iter is not None and self.num_dataloaders == 1:
+            batch_idx = dataloader_iter.fetched  # of the batch that the step reads
         turn = self._dealt.turn(batch_idx, dataloader_idx, self.batch_progress.is_last_batch)
         if turn.runs:
             with self._results.weighted(turn.weight):
                 super()._evaluation_step(batch, turn.shown, dataloader_idx, dataloader_iter)
-            if self._dealt.is_exact:
-                self._collected.note(dataloader_idx, turn.index)
+            self._collected.note(dataloader_idx, turn.index)
         elif turn.pads:
             with without_trace(self.trainer), self._results.padding():
-                self._run_padding(batch, turn.shown, dataloader_idx, dataloader_iter)
-        if _must_stop(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
+                super()._evaluation_step(batch, turn.shown, dataloader_idx, dataloader_iter)
+        if turn.ends and _must_stop(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
             self._stop()
 
     def _stop(self) -> None:
@@ -107,26 +105,6 @@ class ExactEvaluationLoop(_EvaluationLoop):
             set_random_state(self._random_state, trainer.strategy.root_device)
         trainer._signal_connector.end()
 
-    def _run_padding(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        """Run the step for its collectives only, without hooks."""
-        trainer = self.trainer
-        several = self._is_sequential and self.num_dataloaders > 1
-        if dataloader_iter is None:
-            batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
-        self.batch_progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch, dataloader_idx if several else None)
-        self.batch_progress.increment_started()
-        hook = "test_step" if trainer.testing else "validation_step"
-        read = (dataloader_iter,)
-        args = read if dataloader_iter is not None else self._build_step_args_from_hook_kwargs(kwargs, hook)
-        call._call_strategy_hook(trainer, hook, *args)
-        self.batch_progress.increment_processed()
-        trainer._logger_connector.on_batch_end()
-        self.batch_progress.increment_completed()
-
     def _store_dataloader_outputs(self) -> None:
         if self._dealt.is_exact:
             trainer: Any = self.trainer
@@ -136,7 +114,7 @@ class ExactEvaluationLoop(_EvaluationLoop):
 
     def on_run_end(self) -> Any:
         """Call the hooks of the end."""
-        with self._collected.whole() if self._dealt.is_exact else nullcontext():
+        with self._collected.whole():
             return super().on_run_end()
 
 
@@ -170,11 +148,11 @@ class OrderedPredictionLoop(_PredictionLoop):
         writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
         self._others = [callback for callback in callbacks if callback not in writers] if writers else None
         super().on_run_start()
-        self._collected = CollectedOutputs(self.trainer)
+        self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
 
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        if dataloader_iter is not None:
-            batch_idx = self._dealt.read_by_user(self._data_fetcher)
+        if dataloader_iter is not None and self.num_dataloaders == 1:
+            batch_idx = dataloader_iter.fetched  # of the batch that the step reads
         self._place = batch_idx
         turn = self._dealt.turn(batch_idx, dataloader_idx, False)
         kept = self._predictions[dataloader_idx]
@@ -183,7 +161,7 @@ class OrderedPredictionLoop(_PredictionLoop):
             super()._predict_step(batch, turn.shown, dataloader_idx, dataloader_iter)
         if turn.pads:
             del kept[count:]
-        elif self._dealt.is_exact:
+        else:
             self._collected.note(dataloader_idx, turn.index)
         progress: Any = self.batch_progress
         if _must_stop(self.trainer, dataloader_iter) and not progress.is_last_batch:
@@ -211,7 +189,7 @@ class OrderedPredictionLoop(_PredictionLoop):
 
     def on_run_end(self) -> Any:
         """Call the hooks of the end."""
-        with self._collected.whole() if self._dealt.is_exact else nullcontext():
+        with self._collected.whole():
             return super().on_run_end()
 
     def _on_predict_epoch_end(self) -> Any:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 
-@contextmanager
-def made_in_epoch(epoch: float | None, source: Any, trainer: Any) -> Iterator[None]:
-    """Let ``trainer.current_epoch`` be ``epoch`` while the user's code makes loaders in a ``with`` block.
+def made_in_epoch(epoch: float | None, source: Any, trainer: Any) -> AbstractContextManager[Any]:
+    """Return a context in which ``trainer.current_epoch`` is ``epoch`` while the user's code makes loaders.
 
     Args:
         epoch: in which loaders were last reloaded; ``None``: now.
         source: Lightning's source of loaders, which calls the user's code.
         trainer: the Trainer.
     """
-    if epoch is None:
-        yield
-        return
+    make, progress = source.dataloader, trainer.fit_loop.epoch_progress.current
 
     def dataloader() -> Any:
-        progress = trainer.fit_loop.epoch_progress.current
-        now, progress.completed = progress.completed, epoch
-        try:
-            return type(source).dataloader(source)
-        finally:
-            progress.completed = now
+        with patch.object(progress, "completed", epoch):
+            return make()
 
-    source.dataloader = dataloader
-    try:
-        yield
-    finally:
-        del source.dataloader
+    return nullcontext() if epoch is None else patch.object(source, "dataloader", dataloader)
