@@ -78,7 +78,8 @@ class Waves:
 
     A *wave* is what all data ranks read at the same time: ``micro_batch_size x data_ranks`` consecutive samples in the
     order of the epoch, of which rank r reads the r-th part. So the samples of a global batch do not depend on the
-    layout. Samples of an incomplete last wave are dealt evenly; a rank may get none.
+    layout. In training the samples of an incomplete last wave are dealt evenly; outside of it ranks read whole batches,
+    those of one process. A rank may get none.
 
     Args:
         samples: samples of the epoch.
@@ -132,6 +133,9 @@ class Waves:
             start = self.starts(rank)[wave]
             return start, start + self.micro_batch_size
         first, last = self.bounds(wave)
+        if not self.group:
+            start = min(first + rank * self.micro_batch_size, last)
+            return start, min(start + self.micro_batch_size, last)
         each, extra = divmod(last - first, self.data_ranks)
         start = first + rank * each + min(rank, extra)
         return start, start + each + (rank < extra)
@@ -154,9 +158,9 @@ class Waves:
     @property
     def _evens_out(self) -> bool:
         """True if the last two waves share their samples, so that no rank gets none."""
-        if self.step_samples:
+        if self.step_samples or not self.group:
             return False
         last = len(self) - 1
         too_few = 0 < self.samples - last * self.wave_size < self.data_ranks
-        same_step = self.group == 0 or (last - 1) // self.group == last // self.group
+        same_step = (last - 1) // self.group == last // self.group
         return too_few and last >= 1 and self.micro_batch_size > 1 and same_step

@@ -28,10 +28,10 @@ ADVICE_ASYNCHRONOUS = (
 class GlobalLoss(Windowed):
     """Log ``loss``, the mean over the global batch of each optimizer step, to every logger, each at its own step.
 
-    A value logged in ``training_step`` is that of one micro-batch on one rank. This callback sums the losses of a
-    step's micro-batches (which the Trainer has divided by the accumulation) and averages over the data ranks, in one
-    small all-reduce per ``every_n_steps``; on one process the value is the plain loss, bit for bit. Pending values are
-    also written when validation begins and training ends; a failed run loses them.
+    A value logged in ``training_step`` is that of one micro-batch on one rank. This callback takes the mean of the
+    losses of a step's micro-batches, however few (at the end of an epoch), and of the data ranks, weighted as in the
+    step, in one small all-reduce per ``every_n_steps``; on one process the value is the plain loss, bit for bit.
+    Pending values are also written when validation begins and training ends; a failed run loses them.
 
     With ``loss_weighting="tokens"`` it is the mean over all valid tokens of the step, which the Trainer has summed
     already. With asynchronous steps (``strategy.traits.steps_are_collective`` is false) it is the loss of this rank.
@@ -61,37 +61,43 @@ class GlobalLoss(Windowed):
         self.latest: float | None = None
         self.diverged: Divergence | None = None
         self._micro_losses: list[Tensor] = []
-        self._pending: list[tuple[int, list[Tensor]]] = []
+        self._weight = 0.0  # of these losses on this rank; the mean over ranks is 1 for a whole step
+        self._pending: list[tuple[int, list[Tensor], float]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset, and start counting."""
         super().on_train_start(trainer, pl_module)
-        self._micro_losses, self._pending, self.diverged = [], [], None
+        self._micro_losses, self._weight, self._pending, self.diverged = [], 0.0, [], None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Keep the loss; at the end of a window, average and log."""
         if not self._window:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
             self._micro_losses.append(loss.detach())
+            self._weight += loss_weight(trainer, batch_idx)
         if is_dropped(trainer):
-            self._micro_losses = []
+            self._micro_losses, self._weight = [], 0.0
         step = self._steps.ended(trainer)
         if step is None:
             return
         weights = getattr(trainer, "token_weights", None)
         if weights is not None and weights.step_loss is not None:
-            self._micro_losses = [weights.step_loss]
-        self._pending.append((step, self._micro_losses))
-        self._micro_losses = []
+            self._micro_losses, self._weight = [weights.step_loss], 1.0
+        # With manual optimization losses are not divided, but summed.
+        weight = self._weight if pl_module.automatic_optimization else float(bool(self._micro_losses))
+        self._pending.append((step, self._micro_losses, round(weight, 9)))  # exactly 1 for a whole step
+        self._micro_losses, self._weight = [], 0.0
         if self._ends_window(step):
             self._write(trainer)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop pending losses of steps that will be repeated."""
         super().on_gone_back(trainer, pl_module)
-        self._micro_losses = []
+        self._micro_losses, self._weight = [], 0.0
         next_step = self._steps.next_number(trainer)
         self._pending = [each for each in self._pending if each[0] < next_step]
         if self.diverged is not None and self.diverged.step >= next_step:
@@ -114,29 +120,30 @@ class GlobalLoss(Windowed):
     def _write(self, trainer: Trainer) -> None:
         if not self._pending:
             return
-        steps = [step for step, _ in self._pending]
-        own, losses, exists = self._averaged(trainer)
-        for step, value, exist in zip(steps, losses, exists, strict=True):
-            if exist:
+        steps = [step for step, *_ in self._pending]
+        own, losses = self._averaged(trainer)
+        for step, value in zip(steps, losses, strict=True):
+            if value is not None:
                 log_metrics(trainer, {"loss": value}, step)
                 self.latest = value
         self._pending = []
-        first = first_nonfinite(losses) if self.diverged is None else None
+        known = [0.0 if value is None else value for value in losses]
+        first = first_nonfinite(known) if self.diverged is None else None
         if first is not None:
-            self._report(trainer, steps[first], losses[first], own[first])
+            self._report(trainer, steps[first], known[first], own[first])
 
-    def _averaged(self, trainer: Trainer) -> tuple[Tensor, list[float], list[float]]:
-        """Return the loss of each pending step on this rank and over data ranks, and the share of ranks that have
-        one.
-        """
+    def _averaged(self, trainer: Trainer) -> tuple[Tensor, list[float | None]]:
+        """Return the loss of each pending step on this rank, and over data ranks; ``None`` if none has one."""
         device = trainer.strategy.root_device
-        exists = torch.tensor([float(bool(micro)) for _, micro in self._pending], device=device)
-        own = _sums([micro for _, micro in self._pending], device)
-        both = torch.cat((own, exists))
+        weights = torch.tensor([weight for *_, weight in self._pending], device=device)
+        own = _sums([micro for _, micro, _ in self._pending], device)
+        both = torch.cat((own, weights))
         if are_synchronous(trainer):
             both = trainer.strategy.reduce(both, reduce_op="mean")
-        values, existing = both.chunk(2)
-        return own, values.tolist(), existing.tolist()
+        values, weights = both.chunk(2)
+        # A step with fewer micro-batches is divided by the full accumulation.
+        means = (values / weights).tolist()
+        return own, [mean if weight else None for mean, weight in zip(means, weights.tolist(), strict=True)]
 
     def _report(self, trainer: Trainer, step: int, loss: float, own: Tensor) -> None:
         """Report a non-finite loss. A collective with synchronous ranks, which have all seen it."""
@@ -147,6 +154,13 @@ class GlobalLoss(Windowed):
         # Without ranks if asynchronous, so that the report shows one event.
         text = str(self.diverged if together else replace(self.diverged, ranks=()))
         emit(trainer, "event", {"what": "diverged", "text": text, "seconds": 0}, step)
+
+
+def loss_weight(trainer: Any, batch_idx: int) -> float:
+    """Return the factor by which the loss of a micro-batch was multiplied; 0: it only matched collectives."""
+    loop = getattr(trainer.fit_loop.epoch_loop, "automatic_optimization", None)
+    divisor = getattr(loop, "loss_divisor", None)  # absent on Lightning's own Trainer
+    return 1 / (trainer.accumulate_grad_batches if divisor is None else divisor.divisor(batch_idx))
 
 
 def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:

@@ -118,8 +118,7 @@ class ProgressBar(StopsWithTraining, LightningProgressBar):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a line for validation; pause the training clock."""
         self._timer.pause()
-        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._begin("sanity check" if trainer.sanity_checking else "validation", _sum(batches))
+        self._begin("sanity check" if trainer.sanity_checking else "validation", trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the line."""
@@ -128,11 +127,11 @@ class ProgressBar(StopsWithTraining, LightningProgressBar):
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a line for test."""
-        self._begin("test", _sum(trainer.num_test_batches))
+        self._begin("test", trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a line for prediction."""
-        self._begin("prediction", _sum(trainer.num_predict_batches))
+        self._begin("prediction", trainer)
 
     def on_predict_batch_end(self, *_: Any) -> None:
         """Count a batch."""
@@ -168,9 +167,10 @@ class ProgressBar(StopsWithTraining, LightningProgressBar):
         self._display.show(state)
         self._next = time.monotonic() + self._period
 
-    def _begin(self, title: str, total: float) -> None:
+    def _begin(self, title: str, trainer: Any) -> None:
         if self._open():
-            self._evaluation = State(title, 0, total)
+            # Of this rank, unlike ``num_val_batches``.
+            self._evaluation = State(title, 0, sum(trainer._active_loop._combined_loader.limits))
             self._show(self._evaluation)
 
     def _end(self, trainer: Trainer) -> None:
@@ -320,10 +320,6 @@ def _loss(trainer: Trainer, outputs: Any) -> float | None:
 
 def _logged(trainer: Trainer) -> dict[str, str]:
     return {name: f"{value:.4g}" for name, value in trainer.progress_bar_metrics.items()}
-
-
-def _sum(batches: float | list[int | float]) -> float:
-    return sum(batches) if isinstance(batches, list) else batches
 
 
 def _count(state: State) -> str:

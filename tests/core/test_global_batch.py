@@ -50,11 +50,22 @@ def check_dealing(samples, micro, ranks, group):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_evaluation_leaves_no_rank_without_samples(ranks):
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_evaluation_deals_the_batches_of_one_process(ranks, drop_last):
     for samples, micro in itertools.product(SAMPLES, MICRO):
-        waves = Waves(samples, micro, ranks)
-        empty = [(w, r) for w in range(len(waves)) for r in range(ranks) if len(range(*waves.share(w, r))) == 0]
-        assert not empty or samples < ranks or micro == 1
+        batches = [list(range(i, min(i + micro, samples))) for i in range(0, samples, micro)]
+        batches = [batch for batch in batches if len(batch) == micro or not drop_last]
+        samplers = [
+            RankBatchSampler(_Plain(range(samples), 0), micro, rank, ranks, 0, drop_last) for rank in range(ranks)
+        ]
+        waves = list(zip(*map(list, samplers), strict=True))
+        dealt = [
+            part
+            for wave, parts in enumerate(waves)
+            for part, sampler in zip(parts, samplers, strict=True)
+            if not sampler.is_padding(wave)
+        ]
+        assert dealt == batches
 
 
 @pytest.mark.parametrize("whole_step", [True, False])

@@ -15,7 +15,9 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -38,7 +40,7 @@ class Numbers(Dataset):
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int | list[int]) -> dict[str, Tensor]:
         return {"index": torch.tensor(index), "x": self.x[index]}
 
 
@@ -217,6 +219,10 @@ class Fours(BatchSampler):
         yield from ([i, i + 1, i + 2, i + 3] for i in range(0, 24, 4))
 
 
+class OwnBatches(BatchSampler):
+    """Batches like torch's, but of a user's class."""
+
+
 def read_with_sampler(kind: str) -> dict[tuple[int, int], list[list[int]]]:
     module, data = Reader(), Numbers(24)
     ranks = dist.get_world_size()
@@ -224,17 +230,73 @@ def read_with_sampler(kind: str) -> dict[tuple[int, int], list[list[int]]]:
         weights = torch.arange(24.0)
         loader = DataLoader(data, batch_size=12 // ranks, sampler=WeightedRandomSampler(weights, num_samples=24))
     else:
-        loader = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 12 // ranks, drop_last=False))
+        batches = BatchSampler(SequentialSampler(data), 12 // ranks, drop_last=False)
+        if kind == "own bulk":  # a class of the user's own, in random order
+            batches = OwnBatches(RandomSampler(data), 12 // ranks, drop_last=False)
+        bulk = {"sampler": batches, "batch_size": None}
+        loader = DataLoader(data, **({"batch_sampler": batches} if kind == "batches" else bulk))
     make_trainer("ddp", global_batch_size=12, data_seed=5, max_epochs=1).fit(module, loader)
     return dict(module.read)
 
 
-@pytest.mark.parametrize("kind", ["weighted", "batches"])
+@pytest.mark.parametrize("kind", ["weighted", "batches", "bulk", "own bulk"])
 def test_a_sampler_of_the_users_own_is_dealt(ranks, kind):
     orders = [in_order(ranks(read_with_sampler, world_size, kind)) for world_size in WORLD_SIZES]
     assert orders[0] == orders[1] == orders[2]
-    if kind == "batches":
+    assert kind == "weighted" or sorted(index for indices in orders[0].values() for index in indices) == list(range(24))
+    if kind in ("batches", "bulk"):
         assert [index for indices in orders[0].values() for index in indices] == list(range(24))
+
+
+def trained_on_bulk(strategy: str, kind: str) -> list[Tensor]:
+    """Return weights after steps of 12 samples, the last of which has 5."""
+    torch.manual_seed(0)
+    data, ranks = Numbers(29), dist.get_world_size()
+    batches = OwnBatches(SequentialSampler(data), 2, drop_last=False)
+    given = {"sampler": batches, "batch_size": None} if kind == "bulk" else {"batch_sampler": batches}
+    options: dict[str, Any] = {"global_batch_size": 12}
+    if kind == "single samples":  # one at a time
+        given, options = {"batch_size": None}, {"accumulate_grad_batches": 12 // ranks}
+    trainer = make_trainer(strategy, max_epochs=1, **options)
+    trainer.fit(BulkReader(), DataLoader(data, **given))
+    return [value for _, value in sorted(trainer.strategy.whole_parameters())]
+
+
+class BulkReader(Reader):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.line(batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["bulk", "batches", "single samples"])
+def test_the_last_step_of_whole_batches_is_a_mean_over_samples(ranks, reference, kind):
+    expected = reference(trained_on_bulk, "single", kind)
+    for weights in ranks(trained_on_bulk, 3, "ddp", kind):
+        for whole, alone in zip(weights, expected, strict=True):
+            torch.testing.assert_close(whole, alone, rtol=1e-6, atol=1e-7)
+
+
+def distributed_bulk() -> list[list[int]]:
+    data, module = Numbers(16), Reader()
+    sampler = DistributedSampler(data, dist.get_world_size(), dist.get_rank(), shuffle=False)
+    loader = DataLoader(data, sampler=BatchSampler(sampler, 4, False), batch_size=None)
+    make_trainer("ddp", max_epochs=1).fit(module, loader)
+    return [batch for batches in module.read.values() for batch in batches]
+
+
+def test_a_bulk_loader_with_a_distributed_sampler_is_used_as_it_is(ranks):
+    assert ranks(distributed_bulk, 2) == [[[0, 2, 4, 6], [8, 10, 12, 14]], [[1, 3, 5, 7], [9, 11, 13, 15]]]
+
+
+def seeded_bulk() -> str:
+    data = Numbers(16)
+    loader = DataLoader(data, sampler=BatchSampler(SequentialSampler(data), 4, False), batch_size=None)
+    with pytest.raises(ValueError, match="seed_samples=True is not supported") as error:
+        make_trainer("ddp", max_epochs=1, seed_samples=True).fit(Reader(), loader)
+    return str(error.value)
+
+
+def test_a_bulk_loader_with_seeded_samples_is_refused(ranks):
+    assert "batch_size=None" in ranks(seeded_bulk, 1)[0]
 
 
 class UnevenStream(IterableDataset):

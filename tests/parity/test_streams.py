@@ -232,7 +232,7 @@ class Writer(BasePredictionWriter):
 def write(options: dict[str, Any]) -> dict[str, list[Any]]:
     writer = Writer()
     trainer = make_trainer("hybrid", options, callbacks=[writer])
-    trainer.predict(Reads(), DataLoader(Texts(5), batch_size=2), return_predictions=False)
+    trainer.predict(Reads(), DataLoader(Texts(7), batch_size=2), return_predictions=False)
     return writer.written
 
 
@@ -240,5 +240,5 @@ def write(options: dict[str, Any]) -> dict[str, list[Any]]:
 def test_each_prediction_is_written_once(ranks: Any, options: dict[str, Any]) -> None:
     results = ranks(write, 4, options)
     for kind in ("batch", "epoch"):
-        assert sorted(text for result in results for text in result[kind]) == sorted(TEXTS[:5])
-    assert sorted(index for result in results for index in result["indices"]) == list(range(5))
+        assert sorted(text for result in results for text in result[kind]) == sorted(TEXTS[:7])
+    assert sorted(index for result in results for index in result["indices"]) == list(range(7))

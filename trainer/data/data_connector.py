@@ -28,6 +28,7 @@ from trainwright.trainer.data.loaders import (
     batches_of,
     can_order,
     has_plain_batches,
+    index_batches,
     keep_for_evaluation,
     read_in_place,
     replace_batches,
@@ -81,7 +82,9 @@ class OrderedDataConnector(_DataConnector):
             self._refuse_options(dataloader)
         if ours and (uses_stream(dataloader) or uses_shards(dataloader)):
             return self._deal_stream(dataloader, rank, ranks, training)  # type: ignore[arg-type]
-        loader = super()._prepare_dataloader(dataloader, shuffle, mode)
+        # Without batches, Lightning would deal the samples of a DistributedSampler again.
+        is_own = ours and getattr(dataloader, "batch_sampler", dataloader) is None
+        loader = dataloader if is_own else super()._prepare_dataloader(dataloader, shuffle, mode)
         if ours:
             self._settle_other(loader, ranks, training)
         elif training and isinstance(loader, DataLoader) and loader.batch_size:
@@ -89,7 +92,7 @@ class OrderedDataConnector(_DataConnector):
         if training and state_source(loader) is not None:
             _auto_add_worker_init_fn(loader, self._seed_rank)
             loader = RememberedStates(loader, lambda: self.trainer.accumulate_grad_batches)
-        drop_last = bool(getattr(dataloader, "drop_last", False)) and mode != RunningStage.PREDICTING
+        drop_last = training and bool(getattr(dataloader, "drop_last", False))
         return self._even(loader, ranks, training, drop_last) if is_ours else loader
 
     def _refuse_options(self, loader: object, can_seed: bool = False) -> None:
@@ -105,8 +108,8 @@ class OrderedDataConnector(_DataConnector):
             raise ValueError(
                 f"{' and '.join(options)} is not supported with this training loader ({type(loader).__name__}), whose "
                 "samples are not dealt one by one: it reads a stream, has a batch sampler of its own, a "
-                "DistributedSampler or no batches, or use_distributed_sampler=False was set, or the strategy is not "
-                "Trainwright's. Use a DataLoader with batch_size over a map-style data set, or remove "
+                "DistributedSampler or batch_size=None, or use_distributed_sampler=False was set, or the strategy is "
+                "not Trainwright's. Use a DataLoader with batch_size over a map-style data set, or remove "
                 f"{' and '.join(each.split('=')[0] for each in options)}."
             )
 
@@ -114,13 +117,20 @@ class OrderedDataConnector(_DataConnector):
         trainer, training = self.trainer, mode == RunningStage.TRAINING
         self.restore(loader)
         sampler: OrderedSampler
+        is_bulk = loader.batch_sampler is None
         if has_plain_batches(loader):
+            if training and is_bulk and trainer.seed_samples:  # its data set draws several samples at once
+                self._refuse_options(loader)
             sampler = self._rank_sampler(loader, rank, ranks, mode)
         else:
             if training:
-                self._refuse_options(loader, can_seed=True)
+                self._refuse_options(loader, can_seed=not is_bulk)
             self._settle_other(loader, ranks, training)
-            sampler = DealtBatchSampler(loader.batch_sampler, trainer.data_seed, rank, ranks)
+            own = index_batches(loader)
+            own = getattr(own, "batches", own)  # prepared for an earlier run
+            kind = _copied if is_bulk else list
+            sampler = DealtBatchSampler(own, trainer.data_seed, rank, ranks, kind)
+        sampler.evaluates = not training
         dealt = loader
         restorer = None
         if training and trainer.world_size == 1 and not trainer.seed_samples:
@@ -147,7 +157,7 @@ class OrderedDataConnector(_DataConnector):
         trainer, training = self.trainer, mode == RunningStage.TRAINING
         if training and trainer.leases is not None:
             return self._leased_sampler(loader, ranks)
-        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        micro = index_batches(loader).batch_size
         partition = self._partition(loader.dataset) if training else None
         group = trainer.settle_global_batch(micro, ranks, deals_samples=partition is None) if training else 0
         step_samples = (trainer.global_batch.samples or 0) if training and trainer.global_batch is not None else 0
@@ -165,7 +175,7 @@ class OrderedDataConnector(_DataConnector):
         problem = lease_problem(trainer, ranks)
         if problem is not None:
             raise ValueError(f"The samples of this run cannot be leased: {problem}.")
-        micro = loader.batch_sampler.batch_size  # type: ignore[union-attr]
+        micro = index_batches(loader).batch_size
         accumulation = trainer.settle_global_batch(micro, ranks)
         limit = trainer.limit_train_batches
         most = limit * micro * ranks if isinstance(limit, int) else None
@@ -183,8 +193,8 @@ class OrderedDataConnector(_DataConnector):
     def _deal_stream(self, loader: DataLoader[Any], rank: int, ranks: int, training: bool) -> StreamLoader:
         trainer = self.trainer
         assert loader.batch_size is not None
-        group = trainer.settle_global_batch(loader.batch_size, ranks) if training else 1
-        group = 1 if trainer.global_batch_size is None else group
+        group = trainer.settle_global_batch(loader.batch_size, ranks) if training else 0
+        group = min(group, 1) if trainer.global_batch_size is None else group
         dealt: StreamLoader
         if uses_shards(loader):
             self._check_shards(loader, ranks, training)
@@ -220,9 +230,7 @@ class OrderedDataConnector(_DataConnector):
         """Fix the global batch of a loader whose batches are not cut here."""
         if not training:
             return
-        batch_size = getattr(loader, "batch_size", None) or getattr(
-            getattr(loader, "batch_sampler", None), "batch_size", None
-        )
+        batch_size = getattr(loader, "batch_size", None) or getattr(index_batches(loader), "batch_size", None)
         if batch_size is not None:
             self.trainer.settle_global_batch(int(batch_size), ranks)
         elif self.trainer.global_batch_size is not None:
@@ -266,6 +274,10 @@ class OrderedDataConnector(_DataConnector):
     def _seed_rank(self) -> int:
         """Rank that seeds workers: ranks that share samples draw the same augmentations."""
         return ranks_of(self.trainer.strategy).data_rank
+
+
+def _copied(index: Any) -> Any:
+    return list(index) if isinstance(index, list) else index
 
 
 def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:

@@ -67,6 +67,9 @@ class DealingSampler(Sampler[list[int]]):
 
     # Yield a `Drawn` per sample, for a data set whose samples depend on the epoch.
     with_epoch = False
+    # Whether its length is the number of batches in one process, rather than of this rank, as for an evaluation.
+    evaluates = False
+    is_dealt = True
     # Returns the batches of the present epoch that have reached the loop.
     consumed: Callable[[], int]
 
@@ -95,6 +98,11 @@ class DealingSampler(Sampler[list[int]]):
         raise NotImplementedError
 
     @property
+    def _batches(self) -> int:
+        """Batches of a pass in one process."""
+        raise NotImplementedError
+
+    @property
     def _of_this_epoch(self) -> Resumed | None:
         resumed = self._resumed
         return resumed if resumed is not None and resumed.epoch == self.current_epoch else None
@@ -111,6 +119,8 @@ class DealingSampler(Sampler[list[int]]):
         return self._deal(self._of_this_epoch)
 
     def __len__(self) -> int:
+        if self.evaluates:
+            return self._batches
         resumed = self._of_this_epoch
         if resumed is not None and resumed.passes:
             # A cycled loader must not make the epoch longer than the longest one.
@@ -210,6 +220,14 @@ class RankBatchSampler(DealingSampler):
         """See :class:`DealingSampler`."""
         return self.sampler.epoch
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; Lightning finds this one where a loader has no batch sampler."""
+        self.sampler.set_epoch(epoch)
+
+    @property
+    def _batches(self) -> int:
+        return -(-self._deal(None).waves.samples // self.batch_size)  # type: ignore[union-attr]
+
     @property
     def whole_step(self) -> bool:
         """True if losses are weighted over whole optimizer steps, as ranks read unequal numbers of samples."""
@@ -251,7 +269,7 @@ class RankBatchSampler(DealingSampler):
     def _in_order(self, indices: Sequence[int], start: int, total: int, resumed: Resumed | None) -> InOrder:
         samples = total - start
         if self.drop_last:
-            samples -= samples % (self.step_samples or self.batch_size * self.data_ranks * max(self.group, 1))
+            samples -= samples % (self.step_samples or self.batch_size * (self.data_ranks * self.group or 1))
         waves = Waves(samples, self.batch_size, self.data_ranks, self.group, self.step_samples)
         if self.shares is None:
             return InOrder(indices, start, waves)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 from unittest.mock import patch
 
@@ -79,7 +79,7 @@ class EvenLoader(WrappedLoader):
 
     Streams that split themselves: in training all ranks stop with the first that has run out, and warn; in evaluation
     they continue until the last has run out, and others repeat their last batch as padding. Streams that are equal on
-    all ranks are dealt batch by batch: each is used once, and the last ones are weighted by samples.
+    all ranks are dealt batch by batch: each is used once, and the last ones of training are weighted by samples.
 
     Args:
         loader: this rank's loader.
@@ -88,6 +88,7 @@ class EvenLoader(WrappedLoader):
 
     Attributes:
         is_dealt: true if the stream is equal on all ranks, so that each keeps its own of every wave.
+        limit: most batches of an evaluation: of all data ranks, if the stream is dealt; ``None``: all.
     """
 
     # At most two steps are read ahead; the loop needs those of the present one too.
@@ -102,6 +103,7 @@ class EvenLoader(WrappedLoader):
         self._tags: dict[int, Tag] = {}
         self._first = 0
         self.is_dealt = False
+        self.limit: int | None = None
 
     def is_padding(self, batch_idx: int) -> bool:
         """Return whether the ``batch_idx``-th batch of the current pass is padding."""
@@ -127,7 +129,7 @@ class EvenLoader(WrappedLoader):
             yield from self._read_own(batches, batch)
             return
         self._check_dealt()
-        yield from self._read_dealt(chain([batch], batches))
+        yield from self._read_dealt(islice(chain([batch], batches), self.limit))
 
     def _read(self) -> Iterator[Any]:
         """Yield the loader's batches, as if data ranks were the only ranks."""

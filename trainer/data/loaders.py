@@ -23,17 +23,27 @@ OrderedSampler = RankBatchSampler | DealtBatchSampler
 # Users' loaders in single-process runs: what each read last in training, and those used for evaluation.
 _IN_PLACE: WeakKeyDictionary[DataLoader[Any], OrderedSampler] = WeakKeyDictionary()
 _KEPT: WeakSet[DataLoader[Any]] = WeakSet()
-_OWN = ("batch_sampler", "worker_init_fn", "_iterator")
+_OWN = ("batch_sampler", "sampler", "worker_init_fn", "_iterator")
 
 
 def ordered_sampler(loader: object) -> OrderedSampler | None:
     """Return the sampler of ours that ``loader`` uses, if any."""
-    sampler = getattr(loader, "batch_sampler", None)
+    sampler = index_batches(loader)
     if isinstance(sampler, _IndexBatchSamplerWrapper):
         sampler = sampler._batch_sampler
     if isinstance(sampler, RankBatchSampler | DealtBatchSampler):
         return sampler
     return _IN_PLACE.get(loader) if isinstance(loader, DataLoader) else None  # restored after training
+
+
+def index_batches(loader: Any) -> Any:
+    """Return what yields the indices that ``loader`` reads at a time: with ``batch_size=None`` its sampler."""
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None) if batches is None else batches
+
+
+def _slot(loader: DataLoader[Any]) -> str:
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def keep_for_evaluation(loader: DataLoader[Any]) -> bool:
@@ -56,7 +66,7 @@ def read_in_place(loader: DataLoader[Any], batches: OrderedSampler) -> Callable[
     if loader in _KEPT or hasattr(loader, "state_dict"):
         return None
     own = {name: loader.__dict__.get(name) for name in _OWN}
-    loader.__dict__.update(batch_sampler=batches, _iterator=None)
+    loader.__dict__.update({_slot(loader): batches, "_iterator": None})
     _IN_PLACE[loader] = batches
 
     def restore() -> None:
@@ -70,20 +80,19 @@ def read_in_place(loader: DataLoader[Any], batches: OrderedSampler) -> Callable[
 def can_order(loader: object) -> bool:
     """Return whether ``loader`` reads a map-style data set whose order is set here.
 
-    False for a loader with a ``DistributedSampler``, without batches, or over an ``IterableDataset``.
+    False for a loader with a ``DistributedSampler``, or over an ``IterableDataset``.
     """
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
         and not isinstance(loader.sampler, DistributedSampler)
-        and not isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler)
+        and not isinstance(getattr(index_batches(loader), "sampler", None), DistributedSampler)
     )
 
 
 def has_plain_batches(loader: DataLoader[Any]) -> bool:
     """Return whether ``loader`` cuts batches of one size, without a batch sampler of the user's."""
-    return type(loader.batch_sampler) is BatchSampler or isinstance(loader.batch_sampler, RankBatchSampler)
+    return isinstance(index_batches(loader), RankBatchSampler) or type(index_batches(loader)) is BatchSampler
 
 
 def batches_of(loader: DataLoader[Any]) -> tuple[Iterable[int], bool]:
@@ -91,13 +100,15 @@ def batches_of(loader: DataLoader[Any]) -> tuple[Iterable[int], bool]:
 
     The loader's own sampler is unused if it was given a ``BatchSampler``.
     """
-    batches: Any = loader.batch_sampler
+    batches = index_batches(loader)
     sampler = batches.sampler
     return sampler.sampler if isinstance(sampler, EpochOrder) else sampler, bool(batches.drop_last)
 
 
 def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: RunningStage) -> DataLoader[Any]:
     """Return a copy of ``loader`` (of its own class, with its own arguments) that reads ``batches``."""
+    if loader.batch_sampler is None:
+        return rebuild(loader, sampler=batches, batch_sampler=None, batch_size=None, shuffle=False, drop_last=False)
     wrapped = _IndexBatchSamplerWrapper(batches) if stage == RunningStage.PREDICTING else batches
     return rebuild(loader, batch_sampler=wrapped, batch_size=1, shuffle=False, sampler=None, drop_last=False)
 

@@ -11,7 +11,7 @@ from trainwright.trainer.data.cursor import Cursor, LoaderCursor
 from trainwright.trainer.data.data_order import RankBatchSampler, Resumed
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
 from trainwright.trainer.data.even import EvenLoader
-from trainwright.trainer.data.loaders import OrderedSampler, ordered_sampler
+from trainwright.trainer.data.loaders import OrderedSampler, index_batches, ordered_sampler
 from trainwright.trainer.data.partition import (
     HashPartition,
     RangePartition,
@@ -113,7 +113,7 @@ def describe(loader: Any, data_ranks: int, accumulation: int) -> LoaderCursor:
 
 def _batch_size(dealer: Dealer | None, loader: Any) -> int | None:
     # A loader rebuilt around a batch sampler no longer has its own batch size.
-    of_loader = [] if dealer is not None else [loader, getattr(loader, "batch_sampler", None)]
+    of_loader = [] if dealer is not None else [loader, index_batches(loader)]
     for holder in (dealer, getattr(dealer, "batches", None), *of_loader):
         size = getattr(holder, "batch_size", None)
         if isinstance(size, int):

@@ -1,32 +1,34 @@
-"""Evaluation that counts each sample once, and prediction in sample order, on any number of ranks."""
+"""Evaluation on the batches of one process, and prediction in sample order, on any number of ranks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
-from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
-from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
 from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.trainer.data.reading import weigher_of
+from trainwright.trainer.loop.collected_outputs import CollectedOutputs
+from trainwright.trainer.loop.dealt_evaluation import DealtEvaluation, without_trace
+from trainwright.trainer.loop.reloaded import made_in_epoch
+from trainwright.trainer.loop.remembered_logs import match_logged
 from trainwright.trainer.loop.results import LeanResults
 
 
 class ExactEvaluationLoop(_EvaluationLoop):
-    """Lightning's evaluation loop, in which padding batches have no effect."""
+    """Lightning's evaluation loop on the batches of one process; those that a rank runs along have no effect."""
 
     _results: LeanResults
+    _dealt: DealtEvaluation
+    _collected: CollectedOutputs
 
     def __init__(
         self, trainer: Trainer, trainer_fn: TrainerFn, stage: RunningStage, verbose: bool, inference_mode: bool
@@ -34,6 +36,7 @@ class ExactEvaluationLoop(_EvaluationLoop):
         super().__init__(trainer, trainer_fn, stage, verbose=verbose, inference_mode=inference_mode)
         self._results = LeanResults(training=False)
         self._random_state: dict[str, Tensor] = {}
+        self._reloaded: int | None = None  # as saved, the epoch at which loaders were last reloaded
 
     def run(self) -> Any:
         """Evaluate on all batches."""
@@ -45,13 +48,53 @@ class ExactEvaluationLoop(_EvaluationLoop):
     def _is_within_training(self) -> bool:
         return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
 
+    def setup_data(self) -> None:
+        """Set up the loaders, if that is due; after a resume as of their last reload."""
+        before, reloaded, self._reloaded = self._max_batches, self._reloaded, None
+        if reloaded not in (None, self._last_val_dl_reload_epoch):
+            self._combined_loader, self._last_val_dl_reload_epoch = None, reloaded
+            reloaded = None if self._should_reload_val_dl else reloaded
+        with made_in_epoch(reloaded, self._data_source, self.trainer):
+            super().setup_data()
+        self._last_val_dl_reload_epoch = self._last_val_dl_reload_epoch if reloaded is None else reloaded
+        if self._max_batches is not before:
+            self._dealt = DealtEvaluation(self.trainer, self._combined_loader, self._max_batches)
+            self._max_batches = self._dealt.shown()
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the epoch of the last reload."""
+        return {} if self._combined_loader is None else {"reloaded": self._last_val_dl_reload_epoch}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Load the epoch of the last reload."""
+        self._reloaded = state_dict.get("reloaded")
+
+    def reset(self) -> None:
+        """Start reading."""
+        shown = self._max_batches
+        self._max_batches = self._dealt.limits(
+            self.trainer.num_sanity_val_steps if self.trainer.sanity_checking else float("inf")
+        )
+        super().reset()
+        self._max_batches = shown
+
+    def on_run_start(self) -> None:
+        """Call the hooks of the start."""
+        super().on_run_start()
+        self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
+
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
-            with _preserve_state(self.trainer.lightning_module), self._results.padding():
-                self._run_padding(batch, batch_idx, dataloader_idx)
-        else:
-            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        if _must_stop(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
+        if dataloader_iter is not None and self.num_dataloaders == 1:
+            batch_idx = dataloader_iter.fetched  # of the batch that the step reads
+        turn = self._dealt.turn(batch_idx, dataloader_idx, self.batch_progress.is_last_batch)
+        if turn.runs:
+            with self._results.weighted(turn.weight):
+                super()._evaluation_step(batch, turn.shown, dataloader_idx, dataloader_iter)
+            self._collected.note(dataloader_idx, turn.index)
+        elif turn.pads:
+            with without_trace(self.trainer), self._results.padding():
+                super()._evaluation_step(batch, turn.shown, dataloader_idx, dataloader_iter)
+        if turn.ends and _must_stop(self.trainer, dataloader_iter) and not self.batch_progress.is_last_batch:
             self._stop()
 
     def _stop(self) -> None:
@@ -62,22 +105,17 @@ class ExactEvaluationLoop(_EvaluationLoop):
             set_random_state(self._random_state, trainer.strategy.root_device)
         trainer._signal_connector.end()
 
-    def _run_padding(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """Run the step for its collectives only, without hooks of callbacks."""
-        trainer = self.trainer
-        several = self._is_sequential and self.num_dataloaders > 1
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
-        self.batch_progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch, dataloader_idx if several else None)
-        self.batch_progress.increment_started()
-        hook = "test_step" if trainer.testing else "validation_step"
-        call._call_strategy_hook(trainer, hook, *self._build_step_args_from_hook_kwargs(kwargs, hook))
-        self.batch_progress.increment_processed()
-        trainer._logger_connector.on_batch_end()
-        self.batch_progress.increment_completed()
+    def _store_dataloader_outputs(self) -> None:
+        if self._dealt.is_exact:
+            trainer: Any = self.trainer
+            gather = trainer.fit_loop.data_ranks.gather
+            match_logged(self._results, gather, trainer.lightning_module, trainer.strategy.reduce)
+        super()._store_dataloader_outputs()
+
+    def on_run_end(self) -> Any:
+        """Call the hooks of the end."""
+        with self._collected.whole():
+            return super().on_run_end()
 
 
 class OrderedPredictionLoop(_PredictionLoop):
@@ -86,7 +124,23 @@ class OrderedPredictionLoop(_PredictionLoop):
     A ``BasePredictionWriter`` writes each sample once: on the first of the ranks that share it, and no padding.
     """
 
+    _dealt: DealtEvaluation
+    _collected: CollectedOutputs
     _others: list[Any] | None = None  # callbacks except prediction writers, if there are any
+    _place = 0  # of the present batch among those that this rank reads of a loader
+
+    def setup_data(self) -> None:
+        """Set up the loaders."""
+        super().setup_data()
+        if self._combined_loader is not None:
+            self._dealt = DealtEvaluation(self.trainer, self._combined_loader, self.max_batches)
+            self.max_batches = self._dealt.shown()
+
+    def reset(self) -> None:
+        """Start reading."""
+        shown, self.max_batches = self.max_batches, self._dealt.limits(float("inf"))
+        super().reset()
+        self.max_batches = shown
 
     def on_run_start(self) -> None:
         """Find the prediction writers."""
@@ -94,35 +148,49 @@ class OrderedPredictionLoop(_PredictionLoop):
         writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
         self._others = [callback for callback in callbacks if callback not in writers] if writers else None
         super().on_run_start()
+        self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
 
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        padding = dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx)
-        with self._writing(padding):
-            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-        if padding:
-            kept = self._predictions[dataloader_idx]
-            if len(kept) > batch_idx:
-                kept.pop()
+        if dataloader_iter is not None and self.num_dataloaders == 1:
+            batch_idx = dataloader_iter.fetched  # of the batch that the step reads
+        self._place = batch_idx
+        turn = self._dealt.turn(batch_idx, dataloader_idx, False)
+        kept = self._predictions[dataloader_idx]
+        count = len(kept)
+        with without_trace(self.trainer) if turn.pads else self._writing():
+            super()._predict_step(batch, turn.shown, dataloader_idx, dataloader_iter)
+        if turn.pads:
+            del kept[count:]
+        else:
+            self._collected.note(dataloader_idx, turn.index)
         progress: Any = self.batch_progress
         if _must_stop(self.trainer, dataloader_iter) and not progress.is_last_batch:
             signals: Any = self.trainer._signal_connector
             signals.end()
 
+    def _store_data_for_prediction_writer(self, batch_idx: int, dataloader_idx: int) -> bool:
+        return bool(super()._store_data_for_prediction_writer(self._place, dataloader_idx))
+
     @contextmanager
-    def _writing(self, padding: bool = False) -> Iterator[None]:
-        """Disable prediction writers for padding, and on all but the first rank that shares a sample."""
+    def _writing(self) -> Iterator[None]:
+        """Disable prediction writers on all but the first rank that shares a sample."""
         trainer: Any = self.trainer
         if self._others is None:
             yield
             return
         ranks, callbacks = ranks_of(trainer.strategy), trainer.callbacks
-        if padding or not ranks.leads_data_rank:
+        if not ranks.leads_data_rank:
             trainer.callbacks = self._others
         try:
             with ranks.among_data_ranks():
                 yield
         finally:
             trainer.callbacks = callbacks
+
+    def on_run_end(self) -> Any:
+        """Call the hooks of the end."""
+        with self._collected.whole():
+            return super().on_run_end()
 
     def _on_predict_epoch_end(self) -> Any:
         with self._writing():
@@ -141,7 +209,7 @@ class OrderedPredictionLoop(_PredictionLoop):
     def _merge(self, by_rank: tuple[list[Any], ...], dataloader_idx: int) -> list[Any]:
         assert self._combined_loader is not None
         loader = weigher_of(self._combined_loader.flattened[dataloader_idx])
-        if loader is None or not getattr(loader, "is_dealt", True):
+        if loader is None or not loader.is_dealt:
             # Not dealt here: ranks have no common order.
             return [batch for batches in by_rank for batch in batches]
         waves = max(map(len, by_rank))
@@ -153,49 +221,3 @@ def _must_stop(trainer: Any, dataloader_iter: Any) -> bool:
     # Ranks agree only with our loaders, under which all have equally many batches.
     even = dataloader_iter is None and hasattr(trainer.strategy, "ranks")
     return bool(trainer._signal_connector.passed(fits=False, even=even))
-
-
-def _is_padding(combined_loader: Any, batch_idx: int, dataloader_idx: int) -> bool:
-    weigher = weigher_of(combined_loader.flattened[dataloader_idx])
-    return weigher is not None and weigher.is_padding(batch_idx)
-
-
-@contextmanager
-def _preserve_state(module: LightningModule) -> Iterator[None]:
-    """Restore what ``module`` collects in its torchmetrics and in lists, numbers and tensors that it holds."""
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
-    kept = [(copy.deepcopy(metric_states(metric)), metric._computed) for metric in metrics]
-    collected = {name: _copy_collected(value) for name, value in vars(module).items() if not name.startswith("_")}
-    try:
-        yield
-    finally:
-        for metric, (states, computed) in zip(metrics, kept, strict=True):
-            set_metric_states(metric, states)
-            metric._computed = computed
-        for name, value in collected.items():
-            if value is not None:
-                vars(module)[name] = _restore_collected(vars(module).get(name), value)
-
-
-def _copy_collected(value: Any) -> Any:
-    """Return a copy of a value collected step by step, containers included; ``None`` for anything else."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) in (list, int, float):
-        return copy.copy(value)
-    if isinstance(value, dict):
-        return {key: _copy_collected(item) for key, item in value.items()}
-    return None
-
-
-def _restore_collected(value: Any, before: Any) -> Any:
-    """Return ``before``; a list or dictionary stays the same object."""
-    if isinstance(value, list) and isinstance(before, list):
-        value[:] = before
-        return value
-    if isinstance(value, dict) and isinstance(before, dict):
-        for key in value.keys() - before.keys():
-            del value[key]
-        value.update({k: _restore_collected(value.get(k), item) for k, item in before.items() if item is not None})
-        return value
-    return before

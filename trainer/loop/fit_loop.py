@@ -28,6 +28,7 @@ from trainwright.trainer.data.reading import describe, leased_batches, position,
 from trainwright.trainer.loop.counters import cursor_of_counters, measure_limits, reopen, set_all, set_batches
 from trainwright.trainer.loop.data_ranks import DataRanks
 from trainwright.trainer.loop.epoch import LeanEpochLoop
+from trainwright.trainer.loop.reloaded import made_in_epoch
 from trainwright.trainer.loop.remembered_logs import collect_entries, redistribute, reset_metrics
 
 if TYPE_CHECKING:
@@ -128,11 +129,9 @@ class ResumableFitLoop(_FitLoop):
         if self._data_fetcher is not None:  # drop what was prefetched, by workers too
             self._data_fetcher.teardown()
             vars(self._data_fetcher).get("batches", []).clear()
-        known, reloaded = self.skipped, self._last_train_dl_reload_epoch
+        known = self.skipped
         self.trainer._checkpoint_connector.roll_back(verdict.held)
         self.skipped = known  # including decisions made since
-        if self._reloaded not in (None, reloaded):
-            self._combined_loader = None  # that epoch had other loaders
         self.setup_data()
         self.reset()
         progress: Any = self.epoch_progress.current
@@ -306,10 +305,14 @@ class ResumableFitLoop(_FitLoop):
             reopen(self.epoch_progress, self._loaded.epoch)
 
     def setup_data(self) -> None:
-        """Set up the loaders, at the cursor's position if there is one."""
+        """Set up the loaders: as of their last reload, and at the cursor's position if there is one."""
+        reloaded, self._reloaded = self._reloaded, None
+        if reloaded not in (None, self._last_train_dl_reload_epoch):
+            self._combined_loader = None  # that epoch had other loaders
         if self._combined_loader is None or self._should_reload_train_dl:
             self.trainer.settled_accumulation = None
-        super().setup_data()
+        with made_in_epoch(reloaded, self._data_source, self.trainer):
+            super().setup_data()
         if self._pending and self._combined_loader is not None:
             # The loaders were created before the checkpoint was read, to compute the number of steps.
             self._resume_cursor()
@@ -317,9 +320,9 @@ class ResumableFitLoop(_FitLoop):
             assert self._data_fetcher is not None
             iter(self._data_fetcher)
             self._set_val_check()
-        if self._reloaded is not None:
+        if reloaded is not None:
             # Otherwise reload_dataloaders_every_n_epochs would count from here.
-            self._last_train_dl_reload_epoch, self._reloaded = self._reloaded, None
+            self._last_train_dl_reload_epoch = reloaded
 
     def _load_combined_loader_states(self) -> None:
         # Called once loaders are known and before they are read, since workers prefetch at once.

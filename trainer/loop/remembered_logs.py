@@ -208,7 +208,8 @@ class RememberedLogs:
             value = _value_to_log(entry, module)
             if value is None:
                 continue
-            options = {name: entry[name] for name in ("prog_bar", "logger", "on_step", "sync_dist", "rank_zero_only")}
+            names = ("prog_bar", "logger", "on_step", "sync_dist", "rank_zero_only", "add_dataloader_idx")
+            options = {name: entry[name] for name in names if name in entry}
             options |= {"reduce_fx": entry["reduce"], "metric_attribute": entry["metric"], "sync_dist_fn": sync}
             results.log(entry["fx"], entry["name"], value, batch_size=0, **options)
             self._restored.append(f"{entry['fx']}.{entry['name']}")
@@ -218,6 +219,36 @@ class RememberedLogs:
         for key in self._restored:
             results.pop(key, None)
         self._restored.clear()
+
+
+def match_logged(
+    results: _ResultCollection, gather: Callable[[Any], list[Any]], module: nn.Module, sync: Callable[..., Any]
+) -> None:
+    """Log without weight what only other data ranks have logged in an evaluation, in one order. A collective.
+
+    Ranks may log different values, as each runs other batches; their reductions must match.
+
+    Args:
+        results: of the evaluation.
+        gather: returns the values of all data ranks.
+        module: owner of ``torchmetrics`` objects.
+        sync: see :meth:`RememberedLogs.restore`.
+    """
+    own = {
+        key: {**_form(_entry(metric)), "add_dataloader_idx": metric.meta.add_dataloader_idx}
+        for key, metric in results.valid_items()
+        if _is_collected(metric, to_save=False) and not metric.meta.sync.rank_zero_only
+    }
+    by_rank: list[dict[str, Entry]] = gather(own)
+    forms = {key: form for each in by_rank for key, form in each.items()}
+    if all(list(each) == list(forms) for each in by_rank):
+        return
+    for key, form in forms.items():
+        if key not in own:
+            neutral = {"max": -torch.inf, "min": torch.inf}.get(form["reduce"], 0.0)
+            entry = {"fx": form["fx"].removesuffix(f".{results.dataloader_idx}"), "value": neutral, "dtype": "float32"}
+            RememberedLogs([form | entry]).restore(results, module, sync)
+    results.update({key: results.pop(key) for key in forms})
 
 
 def _value_to_log(entry: Entry, module: nn.Module) -> Tensor | Metric | None:

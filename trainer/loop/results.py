@@ -47,12 +47,18 @@ class LeanResults(_ResultCollection):
 
     @contextmanager
     def padding(self) -> Iterator[None]:
-        """Let values logged inside take part in collectives without weight."""
-        self._padding = True
+        """Let values logged inside take part in collectives without weight.
+
+        In an evaluation, those that only padding has logged are dropped; see :func:`~.remembered_logs.match_logged`.
+        """
+        self._padding, before = True, set(self)
         try:
             yield
         finally:
             self._padding = False
+            for key in () if self.training else self.keys() - before:
+                del self[key]
+                self._known.clear()
 
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:

@@ -48,7 +48,7 @@ class KeptObjects:
             self._seen.add(id(value))
             if self._copies_tensors and _has_own_memory(value):
                 self._tensors.append((value, value.detach().clone()))
-                self._versions[value] = value._version
+                self._versions[value] = None if value.is_inference() else value._version
         elif type(value) in _CONTAINERS:
             self._seen.add(id(value))
             self._containers.append((value, value.copy()))
@@ -66,7 +66,9 @@ class KeptObjects:
     def forget_unchanged(self) -> None:
         """Drop saved values of tensors that were not modified since."""
         self._tensors = [
-            (tensor, value) for tensor, value in self._tensors if tensor._version != self._versions[tensor]
+            (tensor, value)
+            for tensor, value in self._tensors
+            if tensor.is_inference() or tensor._version != self._versions[tensor]
         ]
 
     @torch.no_grad()

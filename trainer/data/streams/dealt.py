@@ -52,8 +52,8 @@ class DealtBatches(IterableDataset[Any]):
         micro_batch_size: samples per rank and wave.
         data_rank: this rank.
         data_ranks: number of ranks.
-        group: waves per optimizer step.
-        drop_last: leave out an incomplete last step.
+        group: waves per optimizer step; 0 outside of training.
+        drop_last: leave out an incomplete last step, or batch.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DealtBatches(IterableDataset[Any]):
         self._rank = data_rank
         self._wave_size = micro_batch_size * data_ranks
         self._group = max(group, 1)
-        self._drop_last = drop_last
+        self._kept_multiple = 1 if not drop_last else group * self._wave_size or micro_batch_size
         # Epoch and samples to skip: persistent workers, which keep this object, read them when an epoch starts.
         self._control = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -82,8 +82,7 @@ class DealtBatches(IterableDataset[Any]):
             # A loader polls its workers in turn, so the w-th of them makes every w-th batch.
             own = {wave for wave in range(self._group) if (first_wave + wave) % workers == mine}
             kept, total = self._read_step(samples, own)
-            if total == self._group * self._wave_size or not self._drop_last:
-                yield from self._batches(kept, total)
+            yield from self._batches(kept, total - total % self._kept_multiple)
             if total < self._group * self._wave_size:
                 return
 
@@ -101,6 +100,8 @@ class DealtBatches(IterableDataset[Any]):
     def _batches(self, kept: dict[int, list[Any]], total: int) -> Iterator[tuple[list[Any], Tag]]:
         for wave, samples in kept.items():
             in_wave = min(total - wave * self._wave_size, self._wave_size)
+            if in_wave <= 0:
+                return
             own = min(max(in_wave - self._rank * self._micro, 0), self._micro)
             yield samples[-own:] if own else samples[:1], Tag(own, in_wave, total)
 
@@ -112,7 +113,7 @@ class DealtLoader(StreamLoader):
         loader: the user's loader over the stream.
         data_rank: this rank.
         data_ranks: number of ranks.
-        group: waves per optimizer step; 1 if undefined, or outside of training.
+        group: waves per optimizer step; 1 if undefined, 0 outside of training.
     """
 
     def __init__(self, loader: DataLoader[Any], data_rank: int, data_ranks: int, group: int) -> None:

@@ -44,13 +44,14 @@ class StreamLoader(WrappedLoader):
         loader: the user's loader over the stream.
         batches: yields micro-batches instead, each a list of samples and what is kept beside them.
         data_ranks: number of ranks.
-        group: waves per optimizer step; 1 if undefined, or outside of training.
+        group: waves per optimizer step; 1 if undefined, 0 outside of training.
     """
 
     # At most two steps are read ahead; the loop needs those of the present one too.
     _REMEMBERED = 8
     regular_waves = 0  # unknown in advance
     whole_step = False  # only if a global batch is set, as for data of known length
+    is_dealt = True
 
     def __init__(self, loader: DataLoader[Any], batches: IterableDataset[Any], data_ranks: int, group: int) -> None:
         unbatched = {"batch_size": None, "batch_sampler": None, "sampler": None, "shuffle": False, "drop_last": False}

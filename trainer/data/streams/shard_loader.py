@@ -30,7 +30,7 @@ class ShardLoader(StreamLoader):
         data_ranks: number of ranks.
         seed: seed of the run.
         agreement: a gloo group of all ranks, not used for training; ``None``: a single rank.
-        group: waves per optimizer step; 1 if undefined, or outside of training.
+        group: waves per optimizer step; 1 if undefined, 0 outside of training.
     """
 
     is_dealt = False  # ranks read consecutive parts of the stream
