@@ -25,6 +25,7 @@ from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
 from trainwright.strategies.contract.same_model import differ_between_ranks
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
+from trainwright.strategies.data.batch_norm import adapt_layer_sync
 from trainwright.strategies.data.ddp_options import DDPOptions
 
 # Bytes; smaller buckets cost more in calls than the link model accounts for.
@@ -77,6 +78,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         self._end_means()
+        self._layer_sync = adapt_layer_sync(self._layer_sync, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.averaging.check_nodes()
             if self.averaging.communication == "auto" and self.world_size > 1:

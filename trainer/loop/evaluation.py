@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
+from trainwright.core.run.peers import peers_of
 from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
 from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
@@ -46,6 +47,8 @@ class ExactEvaluationLoop(_EvaluationLoop):
         return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if batch_idx == dataloader_idx == 0:
+            peers_of(self.trainer.strategy).share()  # after hooks, which may exchange weights for averages
         if dataloader_iter is None and _is_padding(self._combined_loader, batch_idx, dataloader_idx):
             with _preserve_state(self.trainer.lightning_module), self._results.padding():
                 self._run_padding(batch, batch_idx, dataloader_idx)

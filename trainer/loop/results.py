@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from trainwright.core.lightning_internals import _ResultCollection, _ResultMetric
+from trainwright.strategies.data.batch_norm import SynchronizedBatchNorm
 from trainwright.trainer.loop.remembered_logs import RememberedLogs
 
 
@@ -47,12 +48,12 @@ class LeanResults(_ResultCollection):
 
     @contextmanager
     def padding(self) -> Iterator[None]:
-        """Let values logged inside take part in collectives without weight."""
-        self._padding = True
+        """Let values logged inside, and statistics, take part in collectives without weight."""
+        self._padding, SynchronizedBatchNorm.has_samples = True, False
         try:
             yield
         finally:
-            self._padding = False
+            self._padding, SynchronizedBatchNorm.has_samples = False, True
 
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
