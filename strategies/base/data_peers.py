@@ -40,12 +40,8 @@ class DataPeers(Peers):
         """
         strategy, ranks = self._strategy, self._strategy.ranks
         module, device = strategy.lightning_module, strategy.root_device
-        if (
-            module is None
-            or strategy.replicas.are_independent
-            or ranks.num_data_ranks == 1
-            or not dist.is_initialized()
-        ):
+        is_alone = strategy.replicas.are_independent or ranks.num_data_ranks == 1 or not dist.is_initialized()
+        if module is None or is_alone:
             return
         held = {f"{name} {each.dtype} {each.shape}": each for name, each in module.named_buffers()}
         # Others are placeholders of other stages, or of a module between runs.
@@ -53,14 +49,22 @@ class DataPeers(Peers):
         rates = [str([group.get("lr") for group in optimizer.param_groups]) for optimizer in strategy.optimizers]
         sums = {key: int(bit_sum(each)) for key, each in held.items()}
         found = all_gather_values((rates, sums), ranks.data_group, device)
-        other = next((rank for rank, (each, _) in enumerate(found) if each != found[0][0]), None)
-        if other is not None:
-            raise RuntimeError(
-                f"Data rank {other} has the learning rates {', '.join(found[other][0])} and data rank 0 "
-                f"{', '.join(found[0][0])}, so replicas diverge: a scheduler or hook computed them from values of one "
-                "rank. Use values of all, such as self.all_gather(value).mean()."
-            )
-        differing = [key for key in found[0][1] if len({each.get(key) for _, each in found}) > 1]
-        broadcast_from_first(
-            [held[key] for key in differing if all(key in each for _, each in found)], ranks.data_group
+        refuse_different_rates([each for each, _ in found])
+        common = [key for key in found[0][1] if all(key in each for _, each in found)]
+        differing = [held[key] for key in common if len({each[key] for _, each in found}) > 1]
+        broadcast_from_first(differing, ranks.data_group)
+
+
+def refuse_different_rates(found: list[list[str]]) -> None:
+    """Raise if data ranks, in order, have different learning rates.
+
+    Raises:
+        RuntimeError: with those of the first other rank.
+    """
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"Data rank {other} has the learning rates {', '.join(found[other])} and data rank 0 "
+            f"{', '.join(found[0])}, so replicas diverge: a scheduler or hook computed them from values of one "
+            "rank. Use values of all, such as self.all_gather(value).mean()."
         )
