@@ -62,7 +62,7 @@ def moved(strategy: str, devices: int, form: str, explodes: int | None, precisio
     trainer = make_trainer(strategy, options, max_epochs=1, precision=precision, **scale)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8 // devices)
     trainer.fit(module := Net(form, explodes), loader)
-    start = [value for value in Net(form).state_dict().values()]
+    start = list(Net(form).state_dict().values())
     found = [value - before for value, before in zip(module.state_dict().values(), start, strict=True)]
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return (*(float(each.norm()) for each in found), module.largest, 0.0 if scaler is None else scaler.get_scale())
@@ -74,7 +74,9 @@ def moved(strategy: str, devices: int, form: str, explodes: int | None, precisio
 def test_gradients_are_unscaled_between_backward_and_step(ranks: Any, strategy: str, form: str) -> None:
     devices = 1 if strategy == "single" else 2
     *expected, _ = ranks(moved, 1, "single", 1, form, None, "32-true")[0]
-    for *found, scale in ranks(moved, devices, strategy, 1 if strategy == "tensor" else devices, form, None, "16-mixed"):
+    for *found, scale in ranks(
+        moved, devices, strategy, 1 if strategy == "tensor" else devices, form, None, "16-mixed"
+    ):
         assert scale == 256.0
         assert found == pytest.approx(expected, rel=0.02)
 
