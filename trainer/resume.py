@@ -29,7 +29,7 @@ from trainwright.checkpoint.store.paths import join_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.core.failures.error_text import is_refusal, is_secondary, own_place
 from trainwright.core.lightning_internals import _BaseProgress, _CheckpointConnector, _Loop
-from trainwright.core.run.peers import service_of
+from trainwright.core.run.peers import peers_of, service_of
 from trainwright.core.run.run_directory import CHECKPOINTS
 from trainwright.core.text.bounded import ContentError, interpreting, natural
 
@@ -116,6 +116,12 @@ class ResumeConnector(_CheckpointConnector):
                 raise
             with interpreting(str(self._ckpt_path), problem="holds a state that does not fit this run"):
                 raise
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the state of the run, after ranks have made equal what they share. A collective."""
+        peers_of(self.trainer.strategy).share()
+        checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        return checkpoint
 
     def restore_loops(self) -> None:
         """Restore the loops.

@@ -56,6 +56,12 @@ class Peers:
         before saving.
         """
 
+    def share(self) -> None:
+        """Make equal what ranks share and derive from their own samples, such as running statistics. A collective.
+
+        The Trainer calls it before the first batch of an evaluation, since callbacks may exchange the weights.
+        """
+
     def tell_of_end(self, notice: Callable[[], EndNotice | None]) -> None:
         """Send notices to end along with this rank's steps, for ranks that step independently.
 

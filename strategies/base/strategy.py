@@ -31,6 +31,7 @@ from trainwright.strategies.averaging.replica_averaging import Averaging
 from trainwright.strategies.base.blocks import Blocks, fill
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.certified import Certified
+from trainwright.strategies.base.data_peers import DataPeers
 from trainwright.strategies.base.deprecated_names import read_deprecated_name, refuse_deprecated_names
 from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.notebook import fork_in_notebook
@@ -74,7 +75,7 @@ class LayoutStrategy(Strategy):
     options: StrategyOptions
     traits = Traits()
     """Facts about how it trains, valid after setup."""
-    peers = Peers()
+    peers: Peers
     """The other training ranks."""
     service = Service()
     """The parameter-server ranks."""
@@ -96,7 +97,7 @@ class LayoutStrategy(Strategy):
         self.replicas = Replicas()
         self._parts: list[Part] = []
         self._before_batch: list[Callable[[], None]] = []  # called before every batch
-        self.ranks = Ranks(self)
+        self.ranks, self.peers = Ranks(self), DataPeers(self)
         self.measures = Measures(self)
         self.traits = replace(self.traits, averages_every_step=self.options.averages_every_step)
         self.certificate = Certificate(self.options.certificate)
@@ -306,6 +307,7 @@ class LayoutStrategy(Strategy):
     def on_train_end(self) -> None:
         """End training."""
         super().on_train_end()
+        self.peers.share()
         for part in self._parts:
             part.end()
 
@@ -385,9 +387,6 @@ class LayoutStrategy(Strategy):
     def run_state(self, checkpoint: Mapping[str, Any], *, complete: bool = False) -> Content:
         """See :meth:`~trainwright.strategies.state.checkpointing.RunStates.content`."""
         return self.replicas.content(checkpoint, complete, self.state.content)
-
-    def _own_buffers(self) -> dict[str, Tensor]:
-        return self.replicas.own_buffers(self.state.own_buffers())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file. A collective.

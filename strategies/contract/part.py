@@ -156,10 +156,6 @@ class Replicas(Part):
         """Return a checkpoint of the replica averages. A collective."""
         return checkpoint
 
-    def own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of a rank's own buffers that are not saved elsewhere."""
-        return buffers
-
     def knows(self, of: str) -> bool:
         """Return whether it can load the extra state that strategy ``of`` saved."""
         return False

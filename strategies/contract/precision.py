@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.core.run.hooks import HookTable
+from trainwright.core.run.traits import traits_of
 from trainwright.strategies.contract.gradients import (
     GradientScope,
     clip_gradient_norm,
@@ -41,6 +42,14 @@ class AgreedGradScaler(torch.amp.GradScaler):
     least_scale = 0.0
     # Keep the scale constant; steps with an overflow are still skipped.
     fixed = False
+    # Gradients are unscaled after each backward, as in manual optimization; a step only looks for overflows.
+    takes_unscaled = False
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step as torch does; a fused optimizer does not unscale again."""
+        if self.takes_unscaled and self._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale as torch does, within ``least_scale`` and ``fixed``."""
@@ -58,6 +67,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        inv_scale = torch.ones_like(inv_scale) if self.takes_unscaled else inv_scale
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self.always_agrees and not any(isinstance(p.grad, DTensor) for p in parameters):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -195,9 +205,30 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss, then call ``on_before_backward``."""
+        if isinstance(self.scaler, AgreedGradScaler):
+            keeps = traits_of(module.trainer.strategy).holds_step_gradients
+            self.scaler.takes_unscaled = keeps and not module.automatic_optimization
+            self._scale_gradients(module, self.scaler.get_scale())
         if self.hooks is not None and self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         return super().pre_backward(tensor, module)
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Call ``on_after_backward``; manual optimization sees unscaled gradients."""
+        if self.scaler is not None:
+            self._scale_gradients(module, 1 / self.scaler.get_scale())
+        return super().post_backward(tensor, module)
+
+    def _scale_gradients(self, module: LightningModule, factor: float) -> None:
+        """Multiply the gradients of manual optimization, which user code may clip and accumulate between backwards."""
+        if not getattr(self.scaler, "takes_unscaled", False):
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            groups = (group for optimizer in module.trainer.strategy.optimizers for group in optimizer.param_groups)
+            trained = (p for group in groups for p in group["params"] if p.requires_grad and p.grad is not None)
+            for gradient in {id(p.grad): local_tensor(p.grad) for p in trained}.values():
+                gradient.mul_(factor)
+                gradient.sub_(gradient * 0)  # infinities become NaN, which clipping by value does not hide
 
 
 def set_loss_scale(plugin: Precision, initial: float, growth_interval: int, least: float, fixed: bool) -> None:

@@ -116,15 +116,16 @@ def refuse_rescaled_rows(module: nn.Module) -> None:
             )
 
 
-def broadcast_from_first(tensors: Iterable[Tensor]) -> None:
-    """Broadcast the values of rank 0 to all ranks, in place. A collective.
+def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast the values of the first rank of ``group`` (``None``: all) to the others, in place. A collective.
 
     Args:
         tensors: of equal shapes, in the same order on all ranks, on the device where collectives run.
+        group: of ranks.
     """
     held = [tensor.detach() for tensor in tensors]
     if held and dist.get_world_size() > 1:
-        dist._broadcast_coalesced(_get_default_group(), held, _BROADCAST_BYTES, 0)
+        dist._broadcast_coalesced(group or _get_default_group(), held, _BROADCAST_BYTES, 0)
 
 
 def varying_buffers(module: nn.Module) -> list[str]:
@@ -163,7 +164,7 @@ def differ_between_ranks(
     """Return the names of tensors whose bits differ between the ranks of ``group`` (``None``: all). A collective."""
     if not wholes or not dist.is_initialized() or dist.get_world_size() == 1:
         return []
-    sums = torch.stack([_bit_sum(tensor).to(device) for _, tensor in wholes])
+    sums = torch.stack([bit_sum(tensor).to(device) for _, tensor in wholes])
     # Usually all are equal, which two numbers show.
     weights = torch.randint(-(2**62), 2**62, sums.shape, generator=torch.Generator().manual_seed(0)).to(device)
     if _are_equal((sums * weights).sum(0, keepdim=True), group).all():
@@ -179,7 +180,7 @@ def _are_equal(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return most == -least
 
 
-def _bit_sum(tensor: Tensor) -> Tensor:
+def bit_sum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's elements reinterpreted as integers, which is exact in any order."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers: Callable[[int], torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.__getitem__

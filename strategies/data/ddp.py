@@ -25,6 +25,7 @@ from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
 from trainwright.strategies.contract.same_model import differ_between_ranks
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
+from trainwright.strategies.data.batch_norm import adapt_layer_sync
 from trainwright.strategies.data.ddp_options import DDPOptions
 
 # Bytes; smaller buckets cost more in calls than the link model accounts for.
@@ -77,6 +78,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         self._end_means()
+        self._layer_sync = adapt_layer_sync(self._layer_sync, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.averaging.check_nodes()
             if self.averaging.communication == "auto" and self.world_size > 1:
@@ -95,6 +97,11 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         """Wrap the module as Lightning does, remembering the parameters that torch's reducer averages."""
         self._averaged = {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
         self._has_run_backward = False
+        used = self._used = set[str]()
+        self._watches = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))  # type: ignore[misc]
+            for name, parameter in self._averaged.items()
+        ]
         super().configure_ddp()
 
     def _include(self, unfrozen: Sequence[nn.Parameter]) -> None:
@@ -199,9 +206,11 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
             self._refuse_unequal({name: p.grad for name, p in self._averaged.items() if p.grad is not None})
             return
         averaged, self._averaged = self._averaged, None
+        for watch in self._watches:
+            watch.remove()
         if model.find_unused_parameters or model.static_graph:
             return
-        missing = [name for name, parameter in averaged.items() if parameter.grad is None]
+        missing = [name for name in averaged if name not in self._used]  # a hook may have dropped gradients
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise RuntimeError(f"Parameters were not used in the loss ({', '.join(missing[:3])}{more}), {_UNUSED}")

@@ -31,6 +31,7 @@ from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Tables
 from trainwright.strategies.contract.same_model import broadcast_from_first
+from trainwright.strategies.data.batch_norm import adapt_layer_sync
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.shared import SharedOptimizers
 from trainwright.strategies.data.sharding.certified import CertifiedShards
@@ -167,6 +168,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._refuse_different_models()
         if fitting:
+            self._layer_sync = adapt_layer_sync(self._layer_sync, self.root_device)
             self.model = self._layer_sync.apply(module) if self._layer_sync else self.model
             check_memory(module)
         self.certificate.begin(module, fitting and self.world_size > 1)

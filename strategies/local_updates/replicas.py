@@ -262,7 +262,8 @@ class LocalReplicas(Replicas):
 
     def _of_this_rank(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's own state by key, given its parameters and buffers."""
-        buffers = float_buffers(self._strategy.lightning_module)
+        others = float_buffers(self._strategy.lightning_module, others=True)
+        own, buffers = {**own, **others}, {**float_buffers(self._strategy.lightning_module), **others}
         weights = {f"{_BUFFER if name in buffers else _WEIGHT}{name}": tensor for name, tensor in own.items()}
         states = optimizer_tensors(self._strategy.optimizers, self._strategy._name_of())
         return {**weights, **{f"{_OPTIMIZER}{key}": value for key, value in states.items()}, **self._scale()}
@@ -289,11 +290,6 @@ class LocalReplicas(Replicas):
     @abstractmethod
     def _dropped_text(self) -> str:
         """Return what another strategy loses of a state, as a clause."""
-
-    def own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See the base class; float buffers are part of the own state."""
-        floats = {f"{_BUFFER}{name}" for name in float_buffers(self._strategy.lightning_module)}
-        return {key: value for key, value in buffers.items() if key not in floats}
 
     def knows(self, of: str) -> bool:
         """See the base class."""

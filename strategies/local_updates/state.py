@@ -34,13 +34,13 @@ INNER, OUTER = "inner/", "outer/"
 _COMMON, _MOMENTUM = "common", "momentum"
 
 
-def float_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return persistent floating-point buffers (running statistics) by name."""
+def float_buffers(module: nn.Module, others: bool = False) -> dict[str, Tensor]:
+    """Return persistent floating-point buffers (running statistics) by name; or the ``others``."""
     found = {}
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             kept = name not in part._non_persistent_buffers_set
-            if buffer is not None and kept and buffer.is_floating_point():
+            if buffer is not None and kept and buffer.is_floating_point() != others:
                 found[f"{path}.{name}" if path else name] = buffer
     return found
 

@@ -95,8 +95,6 @@ class CheckpointedStrategy(Host, Protocol):
 
     def _whole_keys(self) -> list[str]: ...
 
-    def _own_buffers(self) -> dict[str, Tensor]: ...
-
     def _load_plain_optimizers(self, checkpoint: Mapping[str, Any]) -> None: ...
 
     def _knows_left_behind(self, of: str) -> bool: ...
@@ -158,11 +156,8 @@ class RunStates:
         collector = Collector(own.lightning_module, own.placement, own._name_of(), own._state_owners, complete)
         tree = collector.collect(checkpoint, self._strategy.optimizers)
         if OPTIMIZERS in checkpoint:
-            buffers = {} if complete else self._strategy._own_buffers()  # complete weights include them
             kept = self._strategy.averaging.kept_back(complete)
-            collector.add_of_rank(
-                self._strategy._rank, {**random_state(self._strategy.root_device), **buffers, **kept.of_rank}
-            )
+            collector.add_of_rank(self._strategy._rank, {**random_state(self._strategy.root_device), **kept.of_rank})
             tree[OF_RUN] = {"layout": asdict(self._strategy.layout), "trained": sorted(self._trained())}
             if self._strategy.certificate.key:
                 tree[OF_RUN]["certificate"] = self._strategy.certificate.key
@@ -170,19 +165,6 @@ class RunStates:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
         return Content(tree, collector.tensors, self._about(checkpoint))
-
-    def own_buffers(self) -> dict[str, Tensor]:
-        """Return buffers that differ from the writing rank's, such as running statistics. A collective."""
-        buffers = rank_state.saved_buffers(self._strategy.lightning_module)
-        if not self.any_rank(bool(buffers)):
-            return {}
-        writes = self._strategy.placement.writes
-        # Of another pipeline stage's buffers, this one may have placeholders, of another type.
-        buffers = {name: each for name, each in buffers.items() if writes(name, True) or type(each) is Tensor}
-        mine = {name: (rank_state.digest_of(buffer), writes(name, False)) for name, buffer in buffers.items()}
-        found = self.all_gather_values(mine)
-        written = {name: digest for rank in found for name, (digest, is_written) in rank.items() if is_written}
-        return {f"{BUFFERS}{name}": buffer for name, buffer in buffers.items() if mine[name][0] != written[name]}
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         module = self._strategy.lightning_module

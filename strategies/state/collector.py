@@ -30,6 +30,8 @@ _CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "av
 _GROUPS = "internal_optimizer_metadata"
 _SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
 # Hyper-parameters may be arbitrary objects; training does not need them.
+# Ends the key of the names of hyper-parameters that a checkpoint does not hold.
+LEFT_OUT = "_left_out"
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # Key prefixes of per-rank state and of tensors in callback states.
 OF_RANK, OF_CALLBACKS = directory.OF_RANK, f"tree/{_CALLBACKS}/"
@@ -72,7 +74,9 @@ class Collector:
             elif key == _CALLBACKS:
                 tree[key] = self._callbacks(self._with_all_groups(value, optimizers))
             elif key in _HYPER_PARAMETERS and isinstance(value, dict):
-                tree[key] = self._hyper_parameters(key, value)
+                tree[key], left_out = self._hyper_parameters(key, value)
+                if left_out:
+                    tree[key + LEFT_OUT] = [name.partition(" ")[0] for name in left_out]
             else:
                 tree[key] = encode(value, self._put, key)
         return tree
@@ -152,7 +156,7 @@ class Collector:
         same = local_tensor(value).data_ptr() == local_tensor(other).data_ptr() and value.shape == other.shape
         return first if same else name
 
-    def _hyper_parameters(self, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _hyper_parameters(self, section: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         tree, left_out = encode_supported(values, self._put, section)
         if left_out:
             rank_zero_warn(
@@ -160,7 +164,7 @@ class Collector:
                 "only. Pass them to load_from_checkpoint(path, name=value) again, or exclude them with "
                 "self.save_hyperparameters(ignore=[...])."
             )
-        return tree
+        return tree, left_out
 
     def _optimizer(self, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         if "param_groups" not in state:  # Lightning's placeholder if configure_optimizers returns None

@@ -13,11 +13,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state, map_tree
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.state.collector import LEFT_OUT
 
 # Modules that import the function: for strategies with Lightning's CheckpointIO, and for load_from_checkpoint.
 _IO = "lightning.fabric.plugins.io.torch_io"
@@ -31,6 +33,8 @@ def patch_lightning() -> None:
         module: Any = importlib.import_module(name)
         if not hasattr(module.pl_load, "without_run_states"):
             module.pl_load = _with_run_states(module.pl_load, resumes=name == _IO)
+            if name != _IO:
+                module._load_state = _naming_defaults(module._load_state)
 
 
 def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
@@ -78,6 +82,21 @@ def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..
         return original(path_or_url, map_location=map_location, weights_only=weights_only)
 
     load.without_run_states = original  # type: ignore[attr-defined]
+    return load
+
+
+def _naming_defaults(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load(cls: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        key = cls.CHECKPOINT_HYPER_PARAMS_KEY
+        missing = [name for name in checkpoint.get(key + LEFT_OUT, ()) if name not in checkpoint.get(key, {})]
+        if missing:
+            rank_zero_warn(
+                f"The checkpoint does not hold the hyper-parameters {', '.join(missing)}, so {cls.__name__} takes "
+                f"their defaults. Pass them: {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...)."
+            )
+        return original(cls, checkpoint, *args, **kwargs)
+
     return load
 
 

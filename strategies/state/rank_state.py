@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainwright.checkpoint.format.directory import OF_RANK
 from trainwright.checkpoint.format.parts import TensorParts
@@ -56,12 +55,6 @@ def drop_kept_back(of_run: Mapping[str, Any]) -> None:
         rank_zero_info(
             f"The gradient residuals of compression={saved['name']} are dropped, since compression is off now."
         )
-
-
-def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return persistent buffers of ``module``, by name."""
-    kept = module.state_dict().keys()
-    return {name: buffer.detach() for name, buffer in module.named_buffers() if name in kept}
 
 
 def saved_rank_state(
@@ -115,8 +108,3 @@ def _seeded(state: Mapping[str, Tensor], data_rank: int, device: torch.device) -
         set_random_state(state, device)
         seed_all((int(torch.randint(2**62, ())) + data_rank * RANK_STRIDE) % 2**63)
         return random_state(device)
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return a hash of a tensor's bytes."""
-    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -68,8 +68,8 @@ def fill_weights(
         placement: locations of shards.
         state: name -> :class:`StoredTensor`, tensor or extra state, of the whole module.
         expected: names of the whole module, over all ranks.
-        strict: refuse missing and unexpected names and mismatched shapes; otherwise skip these with a warning, unless
-            nothing matches.
+        strict: refuse missing and unexpected names, mismatched shapes and other kinds of numbers; otherwise skip these
+            with a warning, unless nothing matches.
         where: source of the weights, for messages.
 
     Raises:
@@ -81,6 +81,11 @@ def fill_weights(
         f"{name}: saved {tuple(state[name].shape)}, the module has {parts.shape}"
         for name, parts in boxes.items()
         if hasattr(state[name], "shape") and tuple(state[name].shape) != parts.shape
+    ]
+    wrong += [
+        f"{name}: saved as {state[name].dtype}, the module has {parts.dtype}; convert one to the kind of the other"
+        for name, parts in boxes.items()
+        if hasattr(state[name], "dtype") and _kind_of(state[name].dtype) != _kind_of(parts.dtype)
     ]
     report = mismatch([n for n in expected if n not in state], sorted(set(state) - set(expected)), wrong)
     misfits = {text.partition(":")[0] for text in wrong}
@@ -94,6 +99,11 @@ def fill_weights(
     for name, value in state.items():
         if name in targets and not isinstance(targets[name], Tensor):
             module.get_submodule(name.rpartition(".")[0]).set_extra_state(materialised(value))
+
+
+def _kind_of(dtype: torch.dtype) -> tuple[bool, ...]:
+    """Return the kind of numbers, within which casts keep the meaning."""
+    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
 
 
 def _key_of(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.nn import SyncBatchNorm
 
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.steps import StepCounter
@@ -24,6 +24,7 @@ from trainwright.core.config.options import refuse
 from trainwright.core.torch_internals import _BatchNorm
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.registry import strategy_names
+from trainwright.strategies.data.batch_norm import SynchronizedBatchNorm
 from trainwright.trainer.balance.check import data_problems, layout_problems, micro_batch_problems, strategy_problems
 from trainwright.trainer.balance.options import AUTO, FIXED, NONE, BalanceArgument, BalanceOptions, balance_options
 from trainwright.trainer.balance.shares import Bounds, ShareSchedule, divide, pays_off
@@ -220,7 +221,8 @@ def _per_sample(rows: Sequence[Sequence[float]], ranks: int) -> list[float] | No
 
 def _has_batch_norm(module: LightningModule) -> bool:
     """Return whether the module normalizes over the samples of one rank."""
-    return any(isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm) for each in module.modules())
+    synchronized = (SyncBatchNorm, SynchronizedBatchNorm)
+    return any(isinstance(each, _BatchNorm) and not isinstance(each, synchronized) for each in module.modules())
 
 
 def make_balance(trainer: Any, balance: BalanceArgument) -> Balance | None:

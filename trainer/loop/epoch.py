@@ -37,6 +37,7 @@ from trainwright.core.run.peers import peers_of
 from trainwright.core.run.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
 from trainwright.trainer.data.reading import dealer_of, weigher_of
 from trainwright.trainer.loop.loss_weighting import refuse_impossible
+from trainwright.trainer.loop.monitored import MonitoredValues
 from trainwright.trainer.loop.optimization import LeanOptimization, LossDivisor, is_on_device, reader_of, reset_unscaled
 from trainwright.trainer.loop.remembered_logs import RememberedLogs, collect_entries, without_weight
 from trainwright.trainer.loop.results import LeanResults, RepeatedLog
@@ -58,7 +59,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self.phases = self.automatic_optimization.phases = Phases()
         self._results = LeanResults(training=True)
         self._lean = False
-        self._validates = True
+        self._validates = self._plateaus = True
+        self._interval = ""  # of the schedulers that are updated
         self._step_takes_index = True
         self._moves_batch = True
         self._in_batch = False
@@ -71,6 +73,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         # Whether the optimizer step of the present micro-batch was dropped.
         self.dropped = False
         self._logs = RememberedLogs()
+        self._monitored = MonitoredValues(trainer, self._results)  # type: ignore[arg-type]
         self._leased: LeasedBatchSampler | None = None
 
     # ---- per epoch ------------------------------------------------------------------------------------------------
@@ -93,9 +96,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
         passes_through = isinstance(trainer.profiler, PassThroughProfiler)
         self._lean = passes_through and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
         # Also if a scheduler monitors a value: both come after the batch.
-        self._validates = self._should_check_val_epoch() or any(
-            config.reduce_on_plateau for config in trainer.strategy.lr_scheduler_configs
-        )
+        self._plateaus = any(config.reduce_on_plateau for config in trainer.strategy.lr_scheduler_configs)
+        self._validates = self._should_check_val_epoch() or self._plateaus
         self.hooks = HookTable(trainer)
         if hasattr(trainer.precision_plugin, "hooks"):
             trainer.precision_plugin.hooks = self.hooks if passes_through else None
@@ -452,6 +454,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
         With leased samples, schedulers count global batches of samples that all workers have trained on.
         """
+        if update_plateau_schedulers and interval == "step" and self._plateaus:
+            self._monitored.see(self.automatic_optimization.loss_divisor, self.batch_idx)  # type: ignore[arg-type]
+        self._interval = interval
         if interval == "step" and not self._lean:
             self._settle_leases()  # Lightning calls this after each batch
         if interval == "step" and self._leased is not None and not update_plateau_schedulers:
@@ -459,6 +464,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 super().update_lr_schedulers(interval, update_plateau_schedulers)
         elif interval != "step" or not self.dropped:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _get_monitor_value(self, key: str) -> Any:
+        """Return the value of the global batch, the same on all ranks."""
+        return self._monitored.agreed(key, super()._get_monitor_value(key), self._interval == "step")
 
     def abandon(self) -> None:
         """Reset the current epoch before a rollback."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
+from trainwright.core.run.peers import peers_of
 from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.trainer.data.reading import weigher_of
@@ -84,6 +85,8 @@ class ExactEvaluationLoop(_EvaluationLoop):
         self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        if batch_idx == dataloader_idx == 0:
+            peers_of(self.trainer.strategy).share()  # after hooks, which may exchange weights for averages
         if dataloader_iter is not None and self.num_dataloaders == 1:
             batch_idx = dataloader_iter.fetched  # of the batch that the step reads
         turn = self._dealt.turn(batch_idx, dataloader_idx, self.batch_progress.is_last_batch)

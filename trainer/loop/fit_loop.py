@@ -23,6 +23,7 @@ from trainwright.core.lightning_internals import (
     _set_sampler_epoch,
 )
 from trainwright.core.problems import ChangedDataError
+from trainwright.strategies.data.sharding.gathering import shard_after_error
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.data.reading import describe, leased_batches, position, refuse_cycled_shards, resume_loaders
 from trainwright.trainer.loop.counters import cursor_of_counters, measure_limits, reopen, set_all, set_batches
@@ -97,6 +98,9 @@ class ResumableFitLoop(_FitLoop):
             self.on_advance_start()
             self.advance()
             self.on_advance_end()
+        except BaseException:
+            shard_after_error(self.trainer.lightning_module)
+            raise
         finally:
             self.on_iteration_done()
 

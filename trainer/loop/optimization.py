@@ -71,7 +71,7 @@ class LossDivisor:
     def __init__(self, dealer: Weigher | None, accumulation: int, whole_step: bool) -> None:
         self._dealer = dealer
         self._accumulation = accumulation
-        self._whole_step = whole_step
+        self.whole_step = whole_step
         self._regular = float("inf") if dealer is None else dealer.regular_waves
 
     def is_regular(self, batch_idx: int) -> bool:
@@ -86,7 +86,7 @@ class LossDivisor:
         """Return the divisor for the ``batch_idx``-th micro-batch: the accumulation, unless samples are missing."""
         if self._dealer is None or batch_idx < self._regular:
             return self._accumulation
-        return self._dealer.loss_divisor(batch_idx, self._accumulation, self._whole_step)
+        return self._dealer.loss_divisor(batch_idx, self._accumulation, self.whole_step)
 
     def weight(self, batch_idx: int) -> float:
         """Return the factor of this rank's mean of a micro-batch that turns the mean over ranks into one over

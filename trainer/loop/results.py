@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from trainwright.core.lightning_internals import _ResultCollection, _ResultMetric
+from trainwright.strategies.data.batch_norm import SynchronizedBatchNorm
 from trainwright.trainer.loop.remembered_logs import RememberedLogs
 
 
@@ -47,15 +48,16 @@ class LeanResults(_ResultCollection):
 
     @contextmanager
     def padding(self) -> Iterator[None]:
-        """Let values logged inside take part in collectives without weight.
+        """Let values logged inside, and statistics, take part in collectives without weight.
 
         In an evaluation, those that only padding has logged are dropped; see :func:`~.remembered_logs.match_logged`.
         """
         self._padding, before = True, set(self)
+        SynchronizedBatchNorm.has_samples = False
         try:
             yield
         finally:
-            self._padding = False
+            self._padding, SynchronizedBatchNorm.has_samples = False, True
             for key in () if self.training else self.keys() - before:
                 del self[key]
                 self._known.clear()

@@ -24,7 +24,7 @@ _TABLES = (
 )  # fmt: skip
 _NAME = "_trainwright_as_written"
 # Not saved between steps, since they would keep unsharded tensors alive.
-_TENSORS = ("_parameters", "_buffers", "_flat_weights")
+_TENSORS = ("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
 _ABSENT = object()
 
 

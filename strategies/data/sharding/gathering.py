@@ -139,6 +139,13 @@ def drop_prefetched(root: nn.Module) -> None:
         drop_gathered(group)
 
 
+def shard_after_error(module: nn.Module) -> None:
+    """Drop what a step that an error has ended left gathered, so that the state can be saved."""
+    step = vars(module).get("_trainwright_step")
+    if step is not None:
+        shard_again(step)
+
+
 def shard_again(root: Any) -> None:
     """Drop gathered parameters, and what a step that an error has ended left in FSDP2: the next one starts anew.
 

@@ -188,7 +188,8 @@ class GatherOnCall:
         self._grad_enabled = True
         within = {sub for block in blocks for sub in block.modules()}
         for sub in module.modules():
-            if sub not in within:
+            # Others, such as metrics, may be copied.
+            if sub not in within and any(True for _ in sub.parameters()):
                 sub.register_forward_pre_hook(self._enter)
                 sub.register_forward_hook(self._leave, always_call=True)
 
