@@ -111,12 +111,13 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def arguments(module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """Return the arguments of ``training_step``, with a copy of the batch, which it may modify."""
-    batch = _copied(batch)
+    batch = copied(batch)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if takes_index else (batch,)
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
+    """Return a deep copy of a batch."""
     try:
         return copy.deepcopy(batch)
     except RuntimeError:  # a non-leaf tensor, computed by a hook
@@ -201,6 +202,21 @@ def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
             group.update(values)
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def gradients_aside(strategy: Compared) -> Iterator[None]:
+    """Run without the gradients of earlier steps, which user code may read or accumulate, and restore them."""
+    groups = [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
+    tensors = {*strategy.lightning_module.parameters(), *(p for group in groups for p in group["params"])}
+    aside = [(tensor, tensor.grad) for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in aside:
+            tensor.grad = gradient
 
 
 class _NoHooks:

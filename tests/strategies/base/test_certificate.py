@@ -22,6 +22,7 @@ from tests.pool import RankError
 from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.patterns import pattern_of
+from trainwright.strategies.base.certificate.spots import Check
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.context import attention as context_attention
 from trainwright.strategies.contract import cuts
@@ -318,9 +319,10 @@ class Growing(pl.LightningModule):
 def train_growing() -> list[Any]:
     made = []
 
-    def compare(self: Certificate, strategy: Any, batch: Any, batch_idx: int) -> bool:
-        self.patterns.learn()
-        made.append(batch_idx)
+    def compare(self: Certificate, strategy: Any, batch: Any, batch_idx: int, reason: str, of_step: int) -> bool:
+        self.checks.append(Check(of_step, reason, mock.Mock(seconds=0.0)))
+        if reason != "drawn":
+            made.append(batch_idx)
         return True
 
     with mock.patch.object(Certificate, "_compare", compare), warnings.catch_warnings(record=True) as given:

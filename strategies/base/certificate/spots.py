@@ -1,0 +1,172 @@
+"""Spot checks: which later batches of a run are compared with the module as written, within a budget of time.
+
+Every rank decides the same without a collective of its own, from the seed, the step, and values agreed at earlier
+checks and where ranks agree on patterns (``patterns.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainwright.checkpoint.exchange.distinct import all_gather_values
+from trainwright.strategies.base.certificate.compare import Comparison
+from trainwright.strategies.base.certificate.trial import copied
+from trainwright.strategies.contract.batch_digest import structure_of
+
+# Share of the time of a run; that of the first steps may be spent at any time in them.
+SHARE, STEPS = 0.005, 1000
+# New structures of batches that are compared whatever it costs.
+_ALWAYS = 2
+# Steps that a check is expected to take, before the first.
+_EXPECTED = 3.0
+# Reasons of checks.
+FIRST, STRUCTURE = "first batch", "new structure"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison with the module as written.
+
+    Args:
+        step: optimizer steps before it.
+        reason: of the comparison.
+        outcome: its results.
+    """
+
+    step: int
+    reason: str
+    outcome: Comparison
+
+    @property
+    def is_of_structure(self) -> bool:
+        """True if a batch had a new structure."""
+        return self.reason.startswith(STRUCTURE)
+
+    def summary(self) -> str:
+        """Summarize a successful check in one line."""
+        when = "" if self.reason == FIRST else f"after step {self.step} ({self.reason}): "
+        return f"{when}{self.outcome.summary()}"
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values for files."""
+        own = self.outcome.record()
+        kept = ("holds", "losses", "loss_difference", "largest", "problem", "seconds")
+        return {"step": self.step, "reason": self.reason, **{name: own[name] for name in kept}}
+
+
+class SpotChecks:
+    """Steps before which a run is compared again: drawn ones, and those with a batch of a new structure.
+
+    One step is drawn of each ``[2**k, 2**(k + 1))``. Checks take at most 0.5 % of the time of the run, or of its first
+    1,000 steps; in these, drawn checks may use it in proportion to the logarithm of the steps. The first two new
+    structures are always compared.
+
+    Args:
+        seed: of the run, equal on all ranks.
+        step: optimizer steps before this run.
+        known: facts about batches that were compared before.
+
+    Attributes:
+        known: facts about compared batches, equal on all ranks.
+    """
+
+    def __init__(self, seed: int, step: int, known: Iterable[str] = ()) -> None:
+        self.known = set(known)
+        self._seed, self._first, self._step = seed, step, step
+        self._drawn = drawn_after(seed, step)
+        self._new: tuple[Any, int] | None = None
+        self._allowed = _ALWAYS
+        self._spent = self._cost = self._pace = 0.0
+        self._began = time.perf_counter()
+        self._durations: deque[float] = deque(maxlen=31)
+
+    @property
+    def has_new(self) -> bool:
+        """True if this rank has a batch of a new structure that was not compared."""
+        return self._new is not None
+
+    def batch_or(self, batch: Any, step: int) -> tuple[Any, int]:
+        """Return the new batch, or ``batch``, and the optimizer steps before it."""
+        return self._new or (batch, step)
+
+    def see(self, batch: Any, step: int, reads_device: bool) -> None:
+        """Keep a copy of the batch if its structure is new.
+
+        Args:
+            batch: of this rank.
+            step: optimizer steps before it.
+            reads_device: whether to read values on an accelerator, which waits for it.
+        """
+        if self._new is None and self._allows(step, is_new=True) and self._facts(batch, reads_device):
+            self._new = copied(batch), step
+
+    def _facts(self, batch: Any, reads_device: bool) -> set[str]:
+        return {*structure_of(batch, lambda tensor: reads_device or tensor.device.type == "cpu")} - self.known
+
+    def next_step(self, step: int) -> bool:
+        """Return whether a batch is the first of an optimizer step."""
+        if step == self._step:
+            return False
+        now = time.perf_counter()
+        self._durations.append(now - self._began)
+        self._step, self._began = step, now
+        return True
+
+    def agree(self, strategy: Any, *flags: bool) -> list[bool]:
+        """Return whether each flag is true on any rank, and agree on the time of a step. A collective."""
+        *found, pace = largest_of_ranks(strategy, *flags, -median(self._durations))
+        self._pace = -pace
+        return [bool(flag) for flag in found]
+
+    def is_drawn(self, step: int) -> bool:
+        """Return whether to compare before ``step``; the same on every rank."""
+        if step < self._drawn:
+            return False
+        self._drawn = drawn_after(self._seed, step)
+        return self._allows(step, is_new=False)
+
+    def _allows(self, step: int, is_new: bool) -> bool:
+        if is_new and self._allowed:
+            return True
+        steps = step - self._first
+        share = SHARE * max(STEPS, steps) * (1.0 if is_new else min(1.0, math.log(steps + 1, STEPS)))
+        return self._spent + (self._cost or _EXPECTED * self._pace) < share * self._pace
+
+    def learn(self, strategy: Any, batch: Any) -> list[str]:
+        """Count the structure of a compared batch as known, and return what is new on any rank. A collective."""
+        own, self._new = sorted(self._facts(batch, True)), None
+        found = all_gather_values(own, device=strategy.root_device)
+        new = sorted({fact for facts in found for fact in facts} - self.known)
+        self.known.update(new)
+        return new
+
+    def spend(self, seconds: float, is_new: bool) -> None:
+        """Count a check, which took so long on the slowest rank."""
+        self._allowed -= is_new and self._allowed > 0
+        self._spent, self._cost, self._began = self._spent + seconds, seconds, time.perf_counter()
+
+
+def largest_of_ranks(strategy: Any, *values: float) -> list[float]:
+    """Return the largest of each value on any rank. A collective."""
+    found = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    numbers: list[float] = found.tolist()
+    return numbers
+
+
+def drawn_after(seed: int, step: int) -> int:
+    """Return the first drawn step after ``step``: one of each ``[2**k, 2**(k + 1))``, uniform in its logarithm."""
+    k = max(step, 2).bit_length() - 1
+    while (drawn := int(2 ** (k + random.Random(f"{seed} {k}").random()))) <= step:  # noqa: S311
+        k += 1
+    return drawn
