@@ -30,6 +30,7 @@ class CertificateRecord(Callback):
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
         self._last: Any = None
+        self._records: list[Any] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Record a comparison made before this step."""
@@ -48,18 +49,18 @@ class CertificateRecord(Callback):
             return
         shown = next((each for each in checks if not each.outcome.holds), check)
         path = Path(trainer.default_root_dir, FILE)
-        records = [*_earlier(path, checks[0].step), *(each.record() for each in checks)]
-        document = {"layout": str(trainer.strategy.layout), **shown.outcome.record(), "checks": records}  # type: ignore[attr-defined]
+        self._records = [*(self._records or _earlier(path)), check.record()]
+        document = {"layout": str(trainer.strategy.layout)}  # type: ignore[attr-defined]
+        document |= {**shown.outcome.record(), "checks": self._records}
         write_whole(path, json.dumps(document, indent=1) + "\n")
-        text = f"certified: {check.summary()}" if check.outcome.holds else f"not certified: {check.outcome.problem()}"
+        text = f"{'certified' if check.outcome.holds else 'not certified'}: {check.summary()}"
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
         emit(trainer, "event", {"what": "certificate", "text": text, "seconds": check.outcome.seconds}, check.step)
 
 
-def _earlier(path: Path, step: int) -> list[Any]:
-    """Return the checks before ``step``, of attempts that this run resumes in its directory."""
+def _earlier(path: Path) -> list[Any]:
+    """Return the checks of attempts that this run resumes in its directory."""
     try:
-        checks = json.loads(path.read_text())["checks"]
+        return list(json.loads(path.read_text())["checks"])
     except (OSError, ValueError, KeyError):  # none, damaged, or of an earlier version
         return []
-    return [check for check in checks if check["step"] < step]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -18,10 +17,8 @@ _MOST_ELEMENTS = 16384
 _MOST_LEVELS = 8
 # Items of a sequence that are looked at for its structure.
 _MOST_ITEMS = 32
-_ORDERED = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_ORDERED = _INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def batch_digest(batch: Any, before: int = 0) -> int:
@@ -89,22 +86,21 @@ def structure_of(batch: Any, reads: Callable[[Tensor], bool], name: str = "batch
     yield f"{name} is {type(batch).__name__}"
     if isinstance(batch, list | tuple):
         yield f"{name} has {_range_of(len(batch))} items"
-        items: Any = ((f"{name}[]", item) for item in islice(batch, _MOST_ITEMS))
+        items: Iterable[tuple[str, Any]] = ((f"{name}[]", item) for item in batch)
     else:
         table = batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})
-        items = ((f"{name}[{key!r}]", item) for key, item in islice(table.items(), _MOST_ITEMS))
-    for path, item in items if level < _MOST_LEVELS else ():
+        items = ((f"{name}[{key!r}]", item) for key, item in table.items())
+    for path, item in islice(items, _MOST_ITEMS) if level < _MOST_LEVELS else ():
         yield from structure_of(item, reads, path, level + 1)
 
 
-@lru_cache(4096)
 def _range_of(size: int) -> str:
     return f"{1 << size.bit_length() - 1}-{(1 << size.bit_length()) - 1}" if size > 1 else str(size)
 
 
 def _signs(tensor: Tensor, name: str) -> Iterator[str]:
     least, most = (0, 1) if tensor.dtype == torch.bool else (each.item() for each in tensor.aminmax())
-    if least < 0 and not tensor.is_floating_point():
+    if least < 0 and tensor.dtype in _INTEGERS:
         yield f"{_share(int((tensor < 0).sum()), tensor.numel())} values of {name} are negative"
     elif least >= 0 and most <= 1 and torch.equal(tensor, tensor.bool().to(tensor.dtype)):
         yield f"{_share(tensor.numel() - int(tensor.count_nonzero()), tensor.numel())} values of {name} are 0"

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from trainwright.core.run.phases import AGREEMENT
+from trainwright.core.run.phases import CERTIFICATE
 from trainwright.strategies.base.certificate.patterns import Patterns
 from trainwright.strategies.base.certificate.sketch import parts_that_differ, sketches_of_wholes
 from trainwright.strategies.base.certificate.spots import FIRST, STRUCTURE, Check, SpotChecks, largest_of_ranks
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from trainwright.strategies.base.certificate.compare import Comparison
 
 _UNCHANGED = "No weight has changed."
+# Of later steps: if the batch is the first of its kind, and otherwise.
+_PROMPT = (
+    "This step has not changed a weight: once this is corrected, resume from the last checkpoint (ckpt_path=last)."
+)
+_LATE = "Weights are right up to step {}: once it is corrected, resume from a checkpoint of then (ckpt_path=...)."
 
 
 class Certificate:
@@ -112,37 +117,36 @@ class Certificate:
             RuntimeError: with ``"refuse"``, on every rank, if results differ by more than rounding.
         """
         step = strategy.lightning_module.trainer.global_step
-        if self.is_due:
-            self._make(strategy, batch, batch_idx, step)
-        elif self.spots is not None:
+        is_compared = self.is_due and self._make(strategy, batch, batch_idx, step)
+        if self.spots is not None:
             self.spots.see(batch, step, self.patterns.is_watching)
-            if self.spots.next_step(step):  # else gradients are being accumulated
+            if self.spots.next_step(step) and not is_compared:  # between two steps, gradients are being accumulated
                 self._spot(self.spots, strategy, batch, batch_idx)
 
-    def _make(self, strategy: Any, batch: Any, batch_idx: int, step: int) -> None:
-        """Compare, unless the resumed run was certified for the same layout and code."""
-        self.is_due = False
+    def _make(self, strategy: Any, batch: Any, batch_idx: int, step: int) -> bool:
+        """Compare, unless the resumed run was certified for the same layout and code; return whether it did."""
+        self.is_due, trainer = False, strategy.lightning_module.trainer
         assert self._written is not None
         key, (resumed, known) = _key_of(strategy, self._written), strategy.state.resumed_certificate
-        is_known = strategy.reduce_boolean_decision(resumed == key)
-        spots = SpotChecks(strategy.lightning_module.trainer.data_seed, step, known if is_known else ())
-        if not spots.known:
-            spots.learn(strategy, batch)
+        is_known = bool(strategy.reduce_boolean_decision(resumed == key))
         self.patterns.learn()
         if is_known or self._compare(strategy, batch, batch_idx, FIRST, step):
             self.key = key
         if not strategy.replicas.are_independent:
-            self.spots = spots
+            self.spots = SpotChecks(getattr(trainer, "data_seed", 0), step, known if is_known else ())
+            if not self.spots.known:
+                self.spots.learn(strategy, batch)
+        return not is_known
 
     def _spot(self, spots: SpotChecks, strategy: Any, batch: Any, batch_idx: int) -> None:
-        trainer = strategy.lightning_module.trainer
-        has_graph, has_batch = False, spots.has_new and strategy.ranks.num_data_ranks == 1
+        step, has_graph, has_batch = strategy.lightning_module.trainer.global_step, False, spots.new is not None
         if self.patterns.next_step(batch_idx):
-            has_graph, has_batch = spots.agree(strategy, self.patterns.has_new, spots.has_new)
-        is_drawn = spots.is_drawn(trainer.global_step)
-        if not (has_graph or has_batch or is_drawn):
+            has_graph, has_batch = spots.agree(strategy, self.patterns.has_new, has_batch)
+        elif strategy.ranks.num_data_ranks > 1:  # each reads its own batch
+            has_batch = False
+        if not (spots.is_drawn(step) or has_graph or has_batch):
             return
-        batch, of_step = spots.batch_or(batch, trainer.global_step)
+        batch, of_step = spots.new or (batch, step)
         new = "; ".join(spots.learn(strategy, batch)[:3])
         reason = "new graph" if has_graph else f"{STRUCTURE}: {new}" if has_batch else "drawn"
         self.patterns.certificates += has_graph
@@ -164,7 +168,7 @@ class Certificate:
         from trainwright.strategies.base.certificate.certify import certify
 
         trainer, name = strategy.lightning_module.trainer, type(strategy.lightning_module).__name__
-        with trainer.phases.within(AGREEMENT) if hasattr(trainer, "phases") else nullcontext():
+        with trainer.phases.within(CERTIFICATE) if hasattr(trainer, "phases") else nullcontext():
             outcome = certify(strategy, self._written, batch, batch_idx)
         seconds, of_step = largest_of_ranks(strategy, outcome.seconds, -of_step)
         check = Check(trainer.global_step, reason, replace(outcome, seconds=seconds))
@@ -172,24 +176,14 @@ class Certificate:
         if outcome.holds:
             rank_zero_info(f"certified: {strategy.layout} computes what {name} as written does: {check.summary()}")
             return True
-        when = FIRST if reason == FIRST else f"batch after step {-of_step:.0f} ({reason})"
+        when, advice = FIRST, _UNCHANGED
+        if reason != FIRST:
+            right = max((each.step for each in self.checks if each.outcome.holds), default=0)
+            is_prompt = reason.startswith(STRUCTURE) and -of_step == check.step
+            when, advice = f"batch after step {-of_step:.0f} ({reason})", _PROMPT if is_prompt else _LATE.format(right)
         problem = f"does not compute what {name} as written computes on the {when}: {outcome.problem()}"
-        self._report(f"The layout {strategy.layout} {problem}", strategy, outcome.module, self._advice(check, -of_step))
+        self._report(f"The layout {strategy.layout} {problem}", strategy, outcome.module, advice)
         return False
-
-    def _advice(self, check: Check, of_step: float) -> str:
-        if check.reason == FIRST:
-            return _UNCHANGED
-        if of_step == check.step and check.is_of_structure:
-            return (
-                "This step has not changed a weight. Batches compared before were right, so once this is corrected, "
-                "resume from the last checkpoint (ckpt_path=last)."
-            )
-        right = max((each.step for each in self.checks if each.outcome.holds), default=0)
-        return (
-            f"This step has not changed a weight, but others after step {right}, the last that was right, may have. "
-            "Once this is corrected, resume from a checkpoint of then (ckpt_path=...)."
-        )
 
     def _report(self, problem: str, strategy: Any, module: str = "", advice: str = _UNCHANGED) -> None:
         text = f"{problem}. {advice}"

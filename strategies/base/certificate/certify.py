@@ -131,12 +131,7 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
     assembly, _ = strategy.certified.parts()
     shapes = {each.name: each.shape for each in written.parameters}
     try:
-        with (
-            gradients_aside(strategy),
-            untouched(module),
-            fixed_seed(strategy.root_device),
-            captured(module, trial),
-        ):
+        with gradients_aside(strategy), untouched(module), fixed_seed(strategy.root_device), captured(module, trial):
             before = StateBefore(module)
             with (
                 Deterministic(),

@@ -49,7 +49,7 @@ class Patterns:
 
     @property
     def has_new(self) -> bool:
-        """True if a pattern was seen in the last step that no certificate covers."""
+        """True if a pattern was seen that no certificate covers."""
         return not (self.is_exhausted or self._has_learned or self._new <= self._certified)
 
     def next_step(self, batch_idx: int) -> bool:

@@ -25,10 +25,8 @@ from trainwright.strategies.contract.batch_digest import structure_of
 
 # Share of the time of a run; that of the first steps may be spent at any time in them.
 SHARE, STEPS = 0.005, 1000
-# New structures of batches that are compared whatever it costs.
-_ALWAYS = 2
-# Steps that a check is expected to take, before the first.
-_EXPECTED = 3.0
+# New structures of batches that are compared whatever it costs; steps that a check is expected to take, before the first.
+_ALWAYS, _EXPECTED = 2, 3.0
 # Reasons of checks.
 FIRST, STRUCTURE = "first batch", "new structure"
 
@@ -47,21 +45,14 @@ class Check:
     reason: str
     outcome: Comparison
 
-    @property
-    def is_of_structure(self) -> bool:
-        """True if a batch had a new structure."""
-        return self.reason.startswith(STRUCTURE)
-
     def summary(self) -> str:
-        """Summarize a successful check in one line."""
+        """Summarize the check in one line."""
         when = "" if self.reason == FIRST else f"after step {self.step} ({self.reason}): "
-        return f"{when}{self.outcome.summary()}"
+        return when + (self.outcome.summary() if self.outcome.holds else self.outcome.problem())
 
     def record(self) -> dict[str, Any]:
         """Return plain values for files."""
-        own = self.outcome.record()
-        kept = ("holds", "losses", "loss_difference", "largest", "problem", "seconds")
-        return {"step": self.step, "reason": self.reason, **{name: own[name] for name in kept}}
+        return {"step": self.step, "reason": self.reason, **self.outcome.record()}
 
 
 class SpotChecks:
@@ -78,26 +69,18 @@ class SpotChecks:
 
     Attributes:
         known: facts about compared batches, equal on all ranks.
+        new: copy of a batch of this rank with other facts, and the optimizer steps before it; ``None``: none.
     """
 
     def __init__(self, seed: int, step: int, known: Iterable[str] = ()) -> None:
         self.known = set(known)
-        self._seed, self._first, self._step = seed, step, step
+        self._seed, self._first, self._step = seed, step, -1
         self._drawn = drawn_after(seed, step)
-        self._new: tuple[Any, int] | None = None
+        self.new: tuple[Any, int] | None = None
         self._allowed = _ALWAYS
         self._spent = self._cost = self._pace = 0.0
-        self._began = time.perf_counter()
+        self._began = 0.0
         self._durations: deque[float] = deque(maxlen=31)
-
-    @property
-    def has_new(self) -> bool:
-        """True if this rank has a batch of a new structure that was not compared."""
-        return self._new is not None
-
-    def batch_or(self, batch: Any, step: int) -> tuple[Any, int]:
-        """Return the new batch, or ``batch``, and the optimizer steps before it."""
-        return self._new or (batch, step)
 
     def see(self, batch: Any, step: int, reads_device: bool) -> None:
         """Keep a copy of the batch if its structure is new.
@@ -107,8 +90,8 @@ class SpotChecks:
             step: optimizer steps before it.
             reads_device: whether to read values on an accelerator, which waits for it.
         """
-        if self._new is None and self._allows(step, is_new=True) and self._facts(batch, reads_device):
-            self._new = copied(batch), step
+        if self.new is None and self._allows(step, is_new=True) and self._facts(batch, reads_device):
+            self.new = copied(batch), step
 
     def _facts(self, batch: Any, reads_device: bool) -> set[str]:
         return {*structure_of(batch, lambda tensor: reads_device or tensor.device.type == "cpu")} - self.known
@@ -118,13 +101,14 @@ class SpotChecks:
         if step == self._step:
             return False
         now = time.perf_counter()
-        self._durations.append(now - self._began)
+        if self._began:
+            self._durations.append(now - self._began)
         self._step, self._began = step, now
         return True
 
     def agree(self, strategy: Any, *flags: bool) -> list[bool]:
         """Return whether each flag is true on any rank, and agree on the time of a step. A collective."""
-        *found, pace = largest_of_ranks(strategy, *flags, -median(self._durations))
+        *found, pace = largest_of_ranks(strategy, *flags, -median(self._durations or [0.0]))
         self._pace = -pace
         return [bool(flag) for flag in found]
 
@@ -136,15 +120,14 @@ class SpotChecks:
         return self._allows(step, is_new=False)
 
     def _allows(self, step: int, is_new: bool) -> bool:
-        if is_new and self._allowed:
-            return True
         steps = step - self._first
         share = SHARE * max(STEPS, steps) * (1.0 if is_new else min(1.0, math.log(steps + 1, STEPS)))
-        return self._spent + (self._cost or _EXPECTED * self._pace) < share * self._pace
+        is_affordable = self._spent + (self._cost or _EXPECTED * self._pace) < share * self._pace
+        return is_affordable or (is_new and self._allowed > 0)
 
     def learn(self, strategy: Any, batch: Any) -> list[str]:
         """Count the structure of a compared batch as known, and return what is new on any rank. A collective."""
-        own, self._new = sorted(self._facts(batch, True)), None
+        own, self.new = sorted(self._facts(batch, True)), None
         found = all_gather_values(own, device=strategy.root_device)
         new = sorted({fact for facts in found for fact in facts} - self.known)
         self.known.update(new)
@@ -160,8 +143,7 @@ def largest_of_ranks(strategy: Any, *values: float) -> list[float]:
     """Return the largest of each value on any rank. A collective."""
     found = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    numbers: list[float] = found.tolist()
-    return numbers
+    return list(found.tolist())
 
 
 def drawn_after(seed: int, step: int) -> int:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -207,15 +208,14 @@ def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
 @contextmanager
 def gradients_aside(strategy: Compared) -> Iterator[None]:
     """Run without the gradients of earlier steps, which user code may read or accumulate, and restore them."""
-    groups = [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
-    tensors = {*strategy.lightning_module.parameters(), *(p for group in groups for p in group["params"])}
-    aside = [(tensor, tensor.grad) for tensor in tensors]
+    groups = (group["params"] for optimizer in strategy.optimizers for group in optimizer.param_groups)
+    aside = {tensor: tensor.grad for tensor in chain(strategy.lightning_module.parameters(), *groups)}
+    for tensor in aside:
+        tensor.grad = None
     try:
-        for tensor in tensors:
-            tensor.grad = None
         yield
     finally:
-        for tensor, gradient in aside:
+        for tensor, gradient in aside.items():
             tensor.grad = gradient
 
 
