@@ -66,9 +66,7 @@ class _Certificate(Protocol):
     """A certificate; its key identifies layout and code, and is empty without one."""
 
     key: str
-
-    @property
-    def compared(self) -> list[str]: ...
+    spots: Any
 
 
 class CheckpointedStrategy(Host, Protocol):
@@ -170,7 +168,7 @@ class RunStates:
             tree[OF_RUN] = {"layout": asdict(self._strategy.layout), "trained": sorted(self._trained())}
             if self._strategy.certificate.key:
                 tree[OF_RUN]["certificate"] = self._strategy.certificate.key
-                tree[OF_RUN]["compared"] = self._strategy.certificate.compared
+                tree[OF_RUN]["compared"] = sorted(getattr(self._strategy.certificate.spots, "known", ()))
             if kept.about:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)

@@ -67,11 +67,6 @@ class Certificate:
         """Outcome of the last comparison of this run; ``None``: none (yet)."""
         return self.checks[-1].outcome if self.checks else None
 
-    @property
-    def compared(self) -> list[str]:
-        """Facts about the batches compared so far."""
-        return sorted(self.spots.known) if self.spots is not None else []
-
     def begin(self, module: nn.Module, trains: bool) -> None:
         """Record a module before a strategy modifies it.
 
@@ -133,7 +128,8 @@ class Certificate:
         if is_known or self._compare(strategy, batch, batch_idx, FIRST, step):
             self.key = key
         if not strategy.replicas.are_independent:
-            self.spots = SpotChecks(getattr(trainer, "data_seed", 0), step, known if is_known else ())
+            cost = 0.0 if self.outcome is None else self.outcome.written_seconds
+            self.spots = SpotChecks(getattr(trainer, "data_seed", 0), step, known if is_known else (), cost)
             if not self.spots.known:
                 self.spots.learn(strategy, batch)
         return not is_known
@@ -154,7 +150,7 @@ class Certificate:
         # Nothing can be compared in a diverged run.
         if strategy.reduce_boolean_decision(_is_finite(strategy.lightning_module)):
             self._compare(strategy, batch, batch_idx, reason, of_step)
-            spots.spend(self.checks[-1].outcome.seconds, is_new=has_batch)
+            spots.spend(self.checks[-1].outcome, is_new=has_batch)
         if has_graph and self.patterns.is_exhausted:
             rank_zero_warn(
                 f"Not certified: the computation of steps has changed {self.patterns.certificates} times under "
@@ -170,8 +166,8 @@ class Certificate:
         trainer, name = strategy.lightning_module.trainer, type(strategy.lightning_module).__name__
         with trainer.phases.within(CERTIFICATE) if hasattr(trainer, "phases") else nullcontext():
             outcome = certify(strategy, self._written, batch, batch_idx)
-        seconds, of_step = largest_of_ranks(strategy, outcome.seconds, -of_step)
-        check = Check(trainer.global_step, reason, replace(outcome, seconds=seconds))
+        seconds, written, of_step = largest_of_ranks(strategy, outcome.seconds, outcome.written_seconds, -of_step)
+        check = Check(trainer.global_step, reason, replace(outcome, seconds=seconds, written_seconds=written))
         self.checks.append(check)
         if outcome.holds:
             rank_zero_info(f"certified: {strategy.layout} computes what {name} as written does: {check.summary()}")

@@ -78,12 +78,14 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
     parts = strategy.certified.shares(batch)
     with quiet(strategy), _disable_current_modes():  # callbacks may count operators
         layout = _run_layout(strategy, written, arguments(module, batch, batch_idx))
+        has_run = time.perf_counter()
         plain = _run_written(strategy, written, parts, batch_idx)
         changed = _different_state(strategy, layout, plain, tolerance) if len(parts) == 1 else None
         changed = _raise_on_all(plain, changed, strategy.root_device)
         found = _gather_results(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
-        outcome = compare(names, found, tolerance, time.perf_counter() - start, changed)
+        now = time.perf_counter()
+        outcome = replace(compare(names, found, tolerance, now - start, changed), written_seconds=now - has_run)
         if outcome.holds:
             return outcome
         return replace(outcome, module=_first_module(strategy, written, batch, parts, batch_idx, outcome))

@@ -25,8 +25,8 @@ from trainwright.strategies.contract.batch_digest import structure_of
 
 # Share of the time of a run; that of the first steps may be spent at any time in them.
 SHARE, STEPS = 0.005, 1000
-# New structures of batches that are compared whatever it costs; steps that a check is expected to take, before the first.
-_ALWAYS, _EXPECTED = 2, 3.0
+# New structures that are compared whatever it costs; steps that the module as written is expected to take.
+_ALWAYS, _EXPECTED = 2, 2.0
 # Reasons of checks.
 FIRST, STRUCTURE = "first batch", "new structure"
 
@@ -66,20 +66,20 @@ class SpotChecks:
         seed: of the run, equal on all ranks.
         step: optimizer steps before this run.
         known: facts about batches that were compared before.
+        cost: seconds of a check besides the layout's run; 0: unknown.
 
     Attributes:
         known: facts about compared batches, equal on all ranks.
         new: copy of a batch of this rank with other facts, and the optimizer steps before it; ``None``: none.
     """
 
-    def __init__(self, seed: int, step: int, known: Iterable[str] = ()) -> None:
+    def __init__(self, seed: int, step: int, known: Iterable[str] = (), cost: float = 0.0) -> None:
         self.known = set(known)
         self._seed, self._first, self._step = seed, step, -1
         self._drawn = drawn_after(seed, step)
         self.new: tuple[Any, int] | None = None
         self._allowed = _ALWAYS
-        self._spent = self._cost = self._pace = 0.0
-        self._began = 0.0
+        self._cost, self._spent, self._pace, self._began = cost, 0.0, 0.0, 0.0
         self._durations: deque[float] = deque(maxlen=31)
 
     def see(self, batch: Any, step: int, reads_device: bool) -> None:
@@ -101,8 +101,7 @@ class SpotChecks:
         if step == self._step:
             return False
         now = time.perf_counter()
-        if self._began:
-            self._durations.append(now - self._began)
+        self._durations.append(now - (self._began or now))
         self._step, self._began = step, now
         return True
 
@@ -122,8 +121,8 @@ class SpotChecks:
     def _allows(self, step: int, is_new: bool) -> bool:
         steps = step - self._first
         share = SHARE * max(STEPS, steps) * (1.0 if is_new else min(1.0, math.log(steps + 1, STEPS)))
-        is_affordable = self._spent + (self._cost or _EXPECTED * self._pace) < share * self._pace
-        return is_affordable or (is_new and self._allowed > 0)
+        expected = self._pace + (self._cost or _EXPECTED * self._pace)
+        return self._spent + expected < share * self._pace or (is_new and self._allowed > 0)
 
     def learn(self, strategy: Any, batch: Any) -> list[str]:
         """Count the structure of a compared batch as known, and return what is new on any rank. A collective."""
@@ -133,10 +132,11 @@ class SpotChecks:
         self.known.update(new)
         return new
 
-    def spend(self, seconds: float, is_new: bool) -> None:
-        """Count a check, which took so long on the slowest rank."""
+    def spend(self, outcome: Comparison, is_new: bool) -> None:
+        """Count a check, whose seconds are those of the slowest rank."""
         self._allowed -= is_new and self._allowed > 0
-        self._spent, self._cost, self._began = self._spent + seconds, seconds, time.perf_counter()
+        self._spent, self._cost = self._spent + outcome.seconds, outcome.written_seconds
+        self._began = time.perf_counter()
 
 
 def largest_of_ranks(strategy: Any, *values: float) -> list[float]:

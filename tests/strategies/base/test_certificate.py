@@ -320,7 +320,7 @@ def train_growing() -> list[Any]:
     made = []
 
     def compare(self: Certificate, strategy: Any, batch: Any, batch_idx: int, reason: str, of_step: int) -> bool:
-        self.checks.append(Check(of_step, reason, mock.Mock(seconds=0.0)))
+        self.checks.append(Check(of_step, reason, mock.Mock(seconds=0.0, written_seconds=0.0)))
         made.append(batch_idx)
         return True
 

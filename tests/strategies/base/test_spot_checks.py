@@ -123,7 +123,7 @@ def train(options: dict[str, Any], accumulation: int) -> tuple[Any, ...]:
     trainer = make_trainer("hybrid", options, max_steps=3, global_batch_size=SAMPLES, callbacks=[weights])
     size = SAMPLES // (trainer.strategy.ranks.num_data_ranks * accumulation)
     with mock.patch.object(SpotChecks, "is_drawn", return_value=True):
-        trainer.fit(module, DataLoader(Padded(4, 2), batch_size=size))
+        trainer.fit(module, DataLoader(Padded(4, 4), batch_size=size))
     state = module.steps, module.drawn, module.gradients, float(module.mean.compute())
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     made = [(check.step, check.reason) for check in trainer.strategy.certificate.checks]
@@ -234,15 +234,18 @@ def test_budget() -> None:
     assert [step.bit_length() for step in drawn] == [*range(2, len(drawn) + 2)]
     assert drawn_after(7, drawn[3] - 1) == drawn[3] == drawn_after(7, drawn[2])
     assert drawn != [drawn_after(8, step - 1) for step in drawn]
-    spots, taken = SpotChecks(7, 0), []
+    spots, taken, cost = SpotChecks(7, 0, (), 0.0133), [], mock.Mock(seconds=0.0233, written_seconds=0.0133)
     spots._pace = 0.01
     for step in range(1, 30_000):
         if spots.is_drawn(step):
             taken.append(step)
-            spots.spend(0.0233, is_new=False)
-    assert len([step for step in taken if step < 1000]) <= 2
+            spots.spend(cost, is_new=False)
+    assert 1 <= len([step for step in taken if step < 1000]) <= 2
     assert len(taken) * 0.0233 <= 0.005 * 0.01 * 30_000
     assert len(taken) > 4
+    slow = SpotChecks(7, 0, (), 0.05)
+    slow._pace = 0.01
+    assert not any(map(slow.is_drawn, range(1, 1000)))
 
 
 def test_structure_of_a_batch() -> None:
