@@ -50,7 +50,7 @@ class CertificateRecord(Callback):
         shown = next((each for each in checks if not each.outcome.holds), check)
         path = Path(trainer.default_root_dir, FILE)
         self._records = [*(self._records or _earlier(path)), check.record()]
-        document = {"layout": str(trainer.strategy.layout)}  # type: ignore[attr-defined]
+        document: dict[str, Any] = {"layout": str(trainer.strategy.layout)}  # type: ignore[attr-defined]
         document |= {**shown.outcome.record(), "checks": self._records}
         write_whole(path, json.dumps(document, indent=1) + "\n")
         text = f"{'certified' if check.outcome.holds else 'not certified'}: {check.summary()}"

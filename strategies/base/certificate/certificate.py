@@ -166,7 +166,7 @@ class Certificate:
         trainer, name = strategy.lightning_module.trainer, type(strategy.lightning_module).__name__
         with trainer.phases.within(CERTIFICATE) if hasattr(trainer, "phases") else nullcontext():
             outcome = certify(strategy, self._written, batch, batch_idx)
-        seconds, written, of_step = largest_of_ranks(strategy, outcome.seconds, outcome.written_seconds, -of_step)
+        seconds, written, since = largest_of_ranks(strategy, outcome.seconds, outcome.written_seconds, -of_step)
         check = Check(trainer.global_step, reason, replace(outcome, seconds=seconds, written_seconds=written))
         self.checks.append(check)
         if outcome.holds:
@@ -175,8 +175,8 @@ class Certificate:
         when, advice = FIRST, _UNCHANGED
         if reason != FIRST:
             right = max((each.step for each in self.checks if each.outcome.holds), default=0)
-            is_prompt = reason.startswith(STRUCTURE) and -of_step == check.step
-            when, advice = f"batch after step {-of_step:.0f} ({reason})", _PROMPT if is_prompt else _LATE.format(right)
+            is_prompt = reason.startswith(STRUCTURE) and -since == check.step
+            when, advice = f"batch after step {-since:.0f} ({reason})", _PROMPT if is_prompt else _LATE.format(right)
         problem = f"does not compute what {name} as written computes on the {when}: {outcome.problem()}"
         self._report(f"The layout {strategy.layout} {problem}", strategy, outcome.module, advice)
         return False

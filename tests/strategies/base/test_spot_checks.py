@@ -171,6 +171,7 @@ def train_padded(
     options: dict[str, Any], folder: str, begins: int, steps: int, fault: str = "", resumes: bool = False
 ) -> tuple[Any, ...]:
     """Train on a fault of the layout in batches with ignored targets; keep a checkpoint per step."""
+    Layers.has_ignored = False
     weights, record = Weights(), CertificateRecord(Console(quiet=True))
     saving = ModelCheckpoint(folder, "last", save_top_k=-1, every_n_train_steps=1, enable_version_counter=False)
     trainer = make_trainer(
