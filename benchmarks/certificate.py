@@ -1,9 +1,11 @@
-"""Cost of the certificate at the start of a run: seconds relative to optimizer steps, and peak memory of a rank.
+"""Cost of the certificate at the start of a run and of the spot checks along it, and peak memory of a rank.
 
 Each layout trains once. The certificate comes before the first step; the steps behind the first are timed in the same
-processes. Memory is the most that a rank has resident, above what it had when training began: until the first step is
-made, and in the steps behind it. The goal is that of the design: no more than two optimizer steps and a second, and no
-more memory than training and one whole block.
+processes: some without checks, and then every second one with a spot check. Memory is the most that a rank has
+resident, above what it had when training began: until the first step is made, and in the steps behind it that have no
+checks. The goal is that of the design: no more than two optimizer steps and a second, no more memory than training and
+one whole block, and spot checks that take no more than 0.5 % of 1,000 steps. Their number in 1,000 steps is that of
+their schedule with the measured times, the mean over seeds.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 from hydra.utils import instantiate
@@ -24,6 +27,7 @@ from benchmarks.report import Goal, finish, say, table_of
 from trainwright import compose
 from trainwright.command.run import prepare
 from trainwright.core.run.run_directory import read_config
+from trainwright.strategies.base.certificate.spots import SHARE, STEPS, SpotChecks
 
 _MIB = 2**20
 # Layouts by name: recipe, and axes of the layout.
@@ -34,8 +38,11 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
     "expert": ("moe", {"expert": 2, "shard": 2}),
     "3-D": ("gpt", {"pipeline": 2, "shard": 2, "tensor": 2}),
 }
-# Optimizer steps that are timed, behind one that is not.
-_STEPS = 3
+# Optimizer steps that are timed, behind one that is not; and pairs of steps, of which the second has a spot check.
+_STEPS, _PAIRS = 3, 4
+_CHECKED = range(_STEPS + 2, _STEPS + 2 * _PAIRS + 1, 2)
+# Seeds of the schedule of spot checks.
+_SEEDS = 50
 
 
 class Watch(pl.Callback):
@@ -61,7 +68,8 @@ class Watch(pl.Callback):
         else:
             self.with_certificate = _resident("VmHWM") - self._base
             _forget_peak()
-        self.training = _resident("VmHWM") - self._base
+        if len(self.seconds) <= _STEPS:
+            self.training = _resident("VmHWM") - self._base
         self._began = time.perf_counter()
 
 
@@ -87,7 +95,7 @@ def configure(name: str, options: argparse.Namespace, run_dir: str) -> None:
         "accelerator=cpu",
         f"micro_batch_size={options.batch // data_ranks}",
         f"global_batch_size={options.batch}",
-        f"max_steps={_STEPS + 1}",
+        f"max_steps={_STEPS + 2 * _PAIRS + 1}",
         f"run_dir={run_dir}",
         "checkpoint=none",
         "monitor=none",
@@ -117,17 +125,38 @@ def measure(run_dir: str) -> dict[str, Any]:
     trainer.callbacks += [watch]  # type: ignore[attr-defined]
     blocks = [b for b in module.modules() if type(b).__name__.endswith("Block")]
     block = max((4 * sum(p.numel() for p in b.parameters()) for b in blocks), default=0)
-    trainer.fit(module, datamodule=instantiate(cfg.data, _convert_="all"))
-    outcome = trainer.strategy.certificate.outcome  # type: ignore[attr-defined]
+    with mock.patch.object(SpotChecks, "is_drawn", lambda _, step: step in _CHECKED):
+        trainer.fit(module, datamodule=instantiate(cfg.data, _convert_="all"))
+    outcome, *later = (check.outcome for check in trainer.strategy.certificate.checks)  # type: ignore[attr-defined]
+    checked = [watch.seconds[step - 1] for step in _CHECKED]
+    plain = [seconds for step, seconds in enumerate(watch.seconds, 1) if step not in _CHECKED]
     return {
         "certificate": outcome.seconds,
-        "step": median(watch.seconds),
+        "spot_check": median(each.seconds for each in later),
+        "written": median(each.written_seconds for each in later),
+        "checked_step": median(checked),
+        "step": median(plain),
         "parameters": outcome.parameters,
         "largest": outcome.largest[1],
         "with_certificate": watch.with_certificate,
         "training": watch.training,
         "block": block,
     }
+
+
+def spot_checks(rank: dict[str, Any]) -> float:
+    """Mean number of drawn spot checks in the first 1,000 steps, if checks and steps take as long as on ``rank``."""
+
+    def count(seed: int) -> int:
+        spots, found = SpotChecks(seed, 0, (), rank["written"]), 0
+        spots._pace = rank["step"]
+        for number in range(1, STEPS):
+            if spots.is_drawn(number):
+                spots.spend(mock.Mock(seconds=rank["spot_check"], written_seconds=rank["written"]), is_new=False)
+                found += 1
+        return found
+
+    return mean(map(count, range(_SEEDS)))
 
 
 def row_of(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
@@ -138,12 +167,19 @@ def row_of(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], list
         found = run_ranks(measure, _ranks(CASES[name][1]), run_dir, threads=options.threads)
     slowest = max(found, key=lambda rank: rank["certificate"])
     fullest = max(found, key=lambda rank: rank["with_certificate"] - rank["training"] - rank["block"])
+    spots = spot_checks(slowest)
+    share = spots * slowest["spot_check"] / (STEPS * slowest["step"])
     row = {
         "layout": name,
         "ranks": len(found),
         "certificate_s": round(slowest["certificate"], 2),
         "step_s": round(slowest["step"], 3),
         "steps": round(slowest["certificate"] / slowest["step"], 2),
+        "spot_check_s": round(slowest["spot_check"], 2),
+        "step_with_check_s": round(slowest["checked_step"], 3),
+        "spot_checks": round(spots, 1),
+        "of_1000_steps": f"{share:.2%}",
+        "with_new": f"{share + 2 * slowest['spot_check'] / (STEPS * slowest['step']):.2%}",
         "difference": f"{slowest['largest']:.1e}",
         "certificate_mib": round(fullest["with_certificate"] / _MIB, 1),
         "training_mib": round(fullest["training"] / _MIB, 1),
@@ -157,6 +193,7 @@ def row_of(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], list
             fullest["with_certificate"] / _MIB,
             (fullest["training"] + fullest["block"]) / _MIB,
         ),
+        Goal(f"{name} {options.size}: share of spot checks in 1,000 steps", share, SHARE),
     ]
     return row, goals
 

@@ -15,7 +15,7 @@ from trainwright.core.run.phases import AGREEMENT, BACKWARD, DATA, FORWARD, HOOK
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Parts of a step, in reporting order."""
-# Validation is not part of a step.
+# Validation and certificates are not part of a step.
 _PART_OF = {
     DATA: "data",
     FORWARD: "forward",
@@ -35,7 +35,7 @@ class StepTime(Clocked[PhaseClock], Windowed):
 
     The parts add up to the step time: ``data`` (until the next batch arrives), ``forward``, ``backward``,
     ``communication`` (exposed: the time this rank waits), ``optimizer``, ``checkpoint`` (while it blocks training) and
-    ``other`` (hooks, logging, the loop, time between epochs). Validation is not part of a step.
+    ``other`` (hooks, logging, the loop, time between epochs). Validation and certificates are not part of a step.
 
     Logged are ``time/<part>`` and ``time/step`` of rank 0; every rank emits a ``step`` record. No communication; the
     device is synchronized only at the end of a window. The first step of a run (compilation, warm-up) gets a record of

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# In the order of a micro-batch. "hooks": of callbacks and the module after it; "validation": within training;
-# "agreement": ranks agree on whether to end; "saving": a checkpoint, at any time; "idle": before and after training.
-PHASES = DATA, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, AGREEMENT, SAVING, IDLE = (
-    "data", "forward", "backward", "optimizer", "hooks", "validation", "agreement", "saving", "idle",
+# In the order of a micro-batch. "certificate": comparisons with the module as written; "hooks": of callbacks and the
+# module after it; "validation": within training; "agreement": ranks agree on whether to end; "saving": a checkpoint, at
+# any time; "idle": before and after training.
+PHASES = DATA, CERTIFICATE, FORWARD, BACKWARD, OPTIMIZER, HOOKS, VALIDATION, AGREEMENT, SAVING, IDLE = (
+    "data", "certificate", "forward", "backward", "optimizer", "hooks", "validation", "agreement", "saving", "idle",
 )  # fmt: skip
 Listener = Callable[[str], None]
 

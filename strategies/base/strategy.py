@@ -261,7 +261,7 @@ class LayoutStrategy(Strategy):
         forget_groups(model)
         super().connect(model)
         self._restores_after_setup = None
-        self.state.resumed_certificate = ""
+        self.state.resumed_certificate = "", ()
 
     def setup_environment(self) -> None:
         """Create the process group.

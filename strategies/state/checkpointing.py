@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -66,6 +66,7 @@ class _Certificate(Protocol):
     """A certificate; its key identifies layout and code, and is empty without one."""
 
     key: str
+    spots: Any
 
 
 class CheckpointedStrategy(Host, Protocol):
@@ -124,7 +125,8 @@ class RunStates:
         # Rank state to restore when training starts.
         self.pending: dict[str, Tensor] | None = None
         self._previously_trained: set[str] = set()
-        self.resumed_certificate = ""  # key of the resumed run's certificate
+        # Key of the resumed run's certificate, and facts about the batches compared.
+        self.resumed_certificate: tuple[str, Iterable[str]] = "", ()
         self._pending_kept_back: tuple[RunState | SnapshotReader, Mapping[str, Any]] | None = None
 
     def group(self) -> dist.ProcessGroup | None:
@@ -161,6 +163,7 @@ class RunStates:
             tree[OF_RUN] = {"layout": asdict(self._strategy.layout), "trained": sorted(self._trained())}
             if self._strategy.certificate.key:
                 tree[OF_RUN]["certificate"] = self._strategy.certificate.key
+                tree[OF_RUN]["compared"] = sorted(getattr(self._strategy.certificate.spots, "known", ()))
             if kept.about:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
@@ -215,7 +218,7 @@ class RunStates:
             where = (own.layout, own._rank, own.ranks.data_rank, own.root_device)
             self.pending = rank_state.saved_rank_state(state, of_run, *where)
             self._previously_trained = set(of_run.get("trained", ()))
-            self.resumed_certificate = str(of_run.get("certificate", ""))
+            self.resumed_certificate = str(of_run.get("certificate", "")), of_run.get("compared", ())
             self._pending_kept_back = (state, of_run)
             left = of_run.get("left_behind")
             if left is not None and not self._strategy._knows_left_behind(left["of"]):

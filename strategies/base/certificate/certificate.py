@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,40 +14,58 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
+from trainwright.core.run.phases import CERTIFICATE
 from trainwright.strategies.base.certificate.patterns import Patterns
-from trainwright.strategies.base.certificate.weights import parts_that_differ, sketches_of_wholes
+from trainwright.strategies.base.certificate.sketch import parts_that_differ, sketches_of_wholes
+from trainwright.strategies.base.certificate.spots import FIRST, STRUCTURE, Check, SpotChecks, largest_of_ranks
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.contract.gradients import local_tensor
 
 if TYPE_CHECKING:
     from trainwright.strategies.base.certificate.compare import Comparison
 
+_UNCHANGED = "No weight has changed."
+# Of later steps: if the batch is the first of its kind, and otherwise.
+_PROMPT = (
+    "This step has not changed a weight: once this is corrected, resume from the last checkpoint (ckpt_path=last)."
+)
+_LATE = "Weights are right up to step {}: once it is corrected, resume from a checkpoint of then (ckpt_path=...)."
+
 
 class Certificate:
     """Comparison of a layout with the module as written, before the first optimizer step of a run.
 
-    It is repeated, on a later batch, when the autograd graph of a loss is not that of a certified step: a loss or a
-    layer that sets in later, say. All ranks agree on that after each of the first steps and one of 16 later ones.
+    It is repeated, on a later batch, when the autograd graph of a loss is not that of a certified step (a loss or a
+    layer that sets in later, say), when a batch has a new structure, and before drawn steps (``spots.py``). All ranks
+    agree on what is new after each of the first steps and one of 16 later ones. A single data rank, whose ranks all
+    read the same batch, compares a batch of a new structure at once; several compare a copy when they agree.
 
     Args:
         choice: ``"refuse"``, ``"warn"`` or ``"off"``.
 
     Attributes:
-        outcome: of this run's comparison; ``None``: none (yet).
+        checks: comparisons of this run.
         key: identifies the certified layout and code; empty without a certificate.
         is_due: whether to compare before the next step.
         is_on: whether to compare in this run at all.
         patterns: of the losses.
+        spots: later comparisons; ``None`` before the first step.
     """
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
-        self.outcome: Comparison | None = None
+        self.checks: list[Check] = []
         self.key = ""
         self.is_due = self.is_on = False
         self.patterns = Patterns()
+        self.spots: SpotChecks | None = None
         self._written: AsWritten | None = None
         self._weights: Tensor | None = None
+
+    @property
+    def outcome(self) -> Comparison | None:
+        """Outcome of the last comparison of this run; ``None``: none (yet)."""
+        return self.checks[-1].outcome if self.checks else None
 
     def begin(self, module: nn.Module, trains: bool) -> None:
         """Record a module before a strategy modifies it.
@@ -56,7 +75,7 @@ class Certificate:
             trains: whether several ranks will train it.
         """
         self.is_due, self.is_on, self._weights, self.patterns = False, False, None, Patterns()
-        self._written = AsWritten.of(module)
+        self.spots, self._written = None, AsWritten.of(module)
         if trains and self.choice != "off" and self._written.is_new:
             is_deferred = any(parameter.is_meta for parameter in module.parameters())
             self._weights = None if is_deferred else sketches_of_wholes(self._written)
@@ -76,7 +95,7 @@ class Certificate:
         assert self._written is not None
         self._written.set_up()
         fitting = strategy.lightning_module.trainer.state.fn == "fit" and self.choice != "off"
-        self.outcome, self.is_due = None, fitting and strategy.certified.is_split
+        self.checks, self.is_due = [], fitting and strategy.certified.is_split
         if self.is_due and is_param_in_hook_signature(strategy.lightning_module.training_step, "dataloader_iter", True):
             self.is_due = False
             rank_zero_warn("Not certified: training_step reads the data itself (dataloader_iter).")
@@ -91,69 +110,83 @@ class Certificate:
                 )
 
     def before(self, strategy: Any, batch: Any, batch_idx: int) -> None:
-        """Compare before a batch, if it is the first or a step has computed something new. A collective.
+        """Compare before a batch, if it is the first, drawn, or something is new. A collective.
 
         Raises:
             RuntimeError: with ``"refuse"``, on every rank, if results differ by more than rounding.
         """
-        if self.is_due:
-            self._make(strategy, batch, batch_idx)
-        elif self.patterns.next_step(strategy.lightning_module.trainer.global_step, batch_idx):
-            is_new = self.patterns.has_new
-            if not strategy.replicas.are_independent and strategy.reduce_boolean_decision(is_new, all=False):
-                self._make_again(strategy, batch, batch_idx)
+        step = strategy.lightning_module.trainer.global_step
+        is_compared = self.is_due and self._make(strategy, batch, batch_idx, step)
+        if self.spots is not None:
+            self.spots.see(batch, step, self.patterns.is_watching)
+            if self.spots.next_step(step) and not is_compared:  # between two steps, gradients are being accumulated
+                self._spot(self.spots, strategy, batch, batch_idx)
 
-    def _make_again(self, strategy: Any, batch: Any, batch_idx: int) -> None:
-        self.patterns.certificates += 1
+    def _make(self, strategy: Any, batch: Any, batch_idx: int, step: int) -> bool:
+        """Compare, unless the resumed run was certified for the same layout and code; return whether it did."""
+        self.is_due, trainer = False, strategy.lightning_module.trainer
+        assert self._written is not None
+        key, (resumed, known) = _key_of(strategy, self._written), strategy.state.resumed_certificate
+        is_known = bool(strategy.reduce_boolean_decision(resumed == key))
+        self.patterns.learn()
+        if is_known or self._compare(strategy, batch, batch_idx, FIRST, step):
+            self.key = key
+        if not strategy.replicas.are_independent:
+            cost = 0.0 if self.outcome is None else self.outcome.written_seconds
+            self.spots = SpotChecks(getattr(trainer, "data_seed", 0), step, known if is_known else (), cost)
+            if not self.spots.known:
+                self.spots.learn(strategy, batch)
+        return not is_known
+
+    def _spot(self, spots: SpotChecks, strategy: Any, batch: Any, batch_idx: int) -> None:
+        step, has_graph, has_batch = strategy.lightning_module.trainer.global_step, False, spots.new is not None
+        if self.patterns.next_step(batch_idx):
+            has_graph, has_batch = spots.agree(strategy, self.patterns.has_new, has_batch)
+        elif strategy.ranks.num_data_ranks > 1:  # each reads its own batch
+            has_batch = False
+        if not (spots.is_drawn(step) or has_graph or has_batch):
+            return
+        batch, of_step = spots.new or (batch, step)
+        new = "; ".join(spots.learn(strategy, batch)[:3])
+        reason = "new graph" if has_graph else f"{STRUCTURE}: {new}" if has_batch else "drawn"
+        self.patterns.certificates += has_graph
+        self.patterns.learn()
+        # Nothing can be compared in a diverged run.
         if strategy.reduce_boolean_decision(_is_finite(strategy.lightning_module)):
-            self._compare(strategy, batch, batch_idx)
-        else:  # a diverged run, in which nothing can be compared
-            self.patterns.learn()
-        if self.patterns.is_exhausted:
+            self._compare(strategy, batch, batch_idx, reason, of_step)
+            spots.spend(self.checks[-1].outcome, is_new=has_batch)
+        if has_graph and self.patterns.is_exhausted:
             rank_zero_warn(
                 f"Not certified: the computation of steps has changed {self.patterns.certificates} times under "
                 f"{strategy.layout}. Later changes are not compared with the module as written."
             )
 
-    def _make(self, strategy: Any, batch: Any, batch_idx: int) -> None:
-        """Compare, unless the resumed run was certified for the same layout and code."""
-        self.is_due = False
+    def _compare(self, strategy: Any, batch: Any, batch_idx: int, reason: str, of_step: int) -> bool:
+        """Compare a batch, read after ``of_step`` optimizer steps; return whether results agree."""
         assert self._written is not None
-        key = _key_of(strategy, self._written)
-        if strategy.reduce_boolean_decision(strategy.state.resumed_certificate == key):
-            self.key = key
-            self.patterns.learn()
-        elif self._compare(strategy, batch, batch_idx):
-            self.key = key
-
-    def _compare(self, strategy: Any, batch: Any, batch_idx: int) -> bool:
-        assert self._written is not None
-        self.patterns.learn()
         # Imported lazily: only needed for split modules.
         from trainwright.strategies.base.certificate.certify import certify
 
-        outcome = self.outcome = certify(strategy, self._written, batch, batch_idx)
-        name = type(strategy.lightning_module).__name__
+        trainer, name = strategy.lightning_module.trainer, type(strategy.lightning_module).__name__
+        with trainer.phases.within(CERTIFICATE) if hasattr(trainer, "phases") else nullcontext():
+            outcome = certify(strategy, self._written, batch, batch_idx)
+        seconds, written, since = largest_of_ranks(strategy, outcome.seconds, outcome.written_seconds, -of_step)
+        check = Check(trainer.global_step, reason, replace(outcome, seconds=seconds, written_seconds=written))
+        self.checks.append(check)
         if outcome.holds:
-            rank_zero_info(f"certified: {strategy.layout} computes what {name} as written does: {outcome.summary()}")
+            rank_zero_info(f"certified: {strategy.layout} computes what {name} as written does: {check.summary()}")
             return True
-        step = strategy.lightning_module.trainer.global_step
-        when = f"a batch after step {step}" if self.patterns.certificates else "the first batch"
-        self._report(
-            f"The layout {strategy.layout} does not compute what {name} as written computes on {when}: "
-            f"{outcome.problem()}",
-            strategy,
-            outcome.module,
-        )
+        when, advice = FIRST, _UNCHANGED
+        if reason != FIRST:
+            right = max((each.step for each in self.checks if each.outcome.holds), default=0)
+            is_prompt = reason.startswith(STRUCTURE) and -since == check.step
+            when, advice = f"batch after step {-since:.0f} ({reason})", _PROMPT if is_prompt else _LATE.format(right)
+        problem = f"does not compute what {name} as written computes on the {when}: {outcome.problem()}"
+        self._report(f"The layout {strategy.layout} {problem}", strategy, outcome.module, advice)
         return False
 
-    def _report(self, problem: str, strategy: Any, module: str = "") -> None:
-        text = f"{problem}. No weight has changed."
-        if self.patterns.certificates:
-            text = (
-                f"{problem}. Steps compute something else than at first, since this step or a few before it; until "
-                "then weights are right, so continue from an earlier checkpoint (ckpt_path=...)."
-            )
+    def _report(self, problem: str, strategy: Any, module: str = "", advice: str = _UNCHANGED) -> None:
+        text = f"{problem}. {advice}"
         if self.choice == "refuse":
             raise RuntimeError(
                 f"{text} {strategy.certified.remedy(module)} To train anyway, type strategy.certificate=warn "

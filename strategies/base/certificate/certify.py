@@ -1,6 +1,6 @@
-"""Comparison of the layout with the module as written, on the first batch.
+"""Comparison of the layout with the module as written, on one batch.
 
-Before the first optimizer step, and without changing weights:
+Before an optimizer step, and without changing weights:
 
 1. All ranks run the layout's forward and backward on the batch, and sketch the gradients of the optimizer
    (``sketch.py``).
@@ -44,6 +44,7 @@ from trainwright.strategies.base.certificate.trial import (
     WatchedTensors,
     arguments,
     captured,
+    gradients_aside,
     loss_of,
     quiet,
     stopped_at_step,
@@ -60,7 +61,7 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
     """Compare the layout's results for one batch with those of the module as written. A collective of all ranks.
 
     Args:
-        strategy: set up, between two steps; gradients are discarded.
+        strategy: set up, between two optimizer steps.
         written: of its module.
         batch: of this rank, on its device; copied.
         batch_idx: index of the batch in the epoch.
@@ -77,12 +78,14 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
     parts = strategy.certified.shares(batch)
     with quiet(strategy), _disable_current_modes():  # callbacks may count operators
         layout = _run_layout(strategy, written, arguments(module, batch, batch_idx))
+        has_run = time.perf_counter()
         plain = _run_written(strategy, written, parts, batch_idx)
         changed = _different_state(strategy, layout, plain, tolerance) if len(parts) == 1 else None
         changed = _raise_on_all(plain, changed, strategy.root_device)
         found = _gather_results(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
-        outcome = compare(names, found, tolerance, time.perf_counter() - start, changed)
+        now = time.perf_counter()
+        outcome = replace(compare(names, found, tolerance, now - start, changed), written_seconds=now - has_run)
         if outcome.holds:
             return outcome
         if not strategy.certified.adapts():
@@ -131,9 +134,8 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
     weights = WrittenWeights({name: local_tensor(tensor) for name, tensor in held.items() if tensor is not None})
     assembly, _ = strategy.certified.parts()
     shapes = {each.name: each.shape for each in written.parameters}
-    _discard_gradients(strategy)
     try:
-        with untouched(module), fixed_seed(strategy.root_device), captured(module, trial):
+        with gradients_aside(strategy), untouched(module), fixed_seed(strategy.root_device), captured(module, trial):
             before = StateBefore(module)
             with (
                 Deterministic(),
@@ -152,20 +154,13 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
     except Exception as error:
         if not _is_ours(error):
             error.add_note(
-                f"This was the first batch under {strategy.layout}, and no weight has changed. If the same step runs "
-                f"with strategy=single, this layout cannot run it. {strategy.certified.remedy('')}"
+                f"This was a comparison before a step under {strategy.layout}, and no weight has changed in it. If the "
+                f"same step runs with strategy=single, this layout cannot run it. {strategy.certified.remedy('')}"
             )
         raise
     finally:
-        _discard_gradients(strategy)
         weights.restore()
     return trial
-
-
-def _discard_gradients(strategy: Compared) -> None:
-    for optimizer in strategy.optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    strategy.lightning_module.zero_grad(set_to_none=True)
 
 
 def _is_ours(error: BaseException) -> bool:

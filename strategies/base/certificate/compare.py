@@ -74,6 +74,7 @@ class Comparison:
         seconds: duration.
         state: name of a buffer or counter that a step changes differently; ``None``: none.
         module: name of the first module or parameter that differs; empty: none or unknown.
+        written_seconds: duration without the layout's run, which may trace or compile the first time.
     """
 
     parameters: int
@@ -86,6 +87,7 @@ class Comparison:
     seconds: float
     state: str | None = None
     module: str = ""
+    written_seconds: float = 0.0
 
     @property
     def holds(self) -> bool:

@@ -17,29 +17,29 @@ class Patterns:
     """Patterns of the losses of a run: those of certified steps, and those seen later.
 
     Attributes:
-        certificates: how many later certificates were made.
+        certificates: how many certificates were made for new patterns.
+        is_watching: whether the present step is watched.
     """
 
     def __init__(self) -> None:
         self.certificates = 0
         self._certified: set[int] = set()
         self._new: set[int] = set()
-        self._is_watching = self._is_learning = False
+        self.is_watching = self._is_learning = self._has_learned = False
         self._windows = 0
-        self._step = -1
 
     @property
     def is_exhausted(self) -> bool:
-        """True if no further certificate is made."""
+        """True if no further certificate is made for a new pattern."""
         return self.certificates >= _MOST
 
     def learn(self) -> None:
         """Count the patterns up to the end of the next step as certified."""
-        self._is_watching = self._is_learning = True
+        self.is_watching = self._is_learning = True
 
     def see(self, loss: Tensor) -> None:
         """Record the pattern of a loss, before its backward."""
-        if not self._is_watching or self.is_exhausted or loss.grad_fn is None:
+        if not self.is_watching or self.is_exhausted or loss.grad_fn is None:
             return
         pattern = pattern_of(loss.grad_fn)
         if self._is_learning:
@@ -50,21 +50,17 @@ class Patterns:
     @property
     def has_new(self) -> bool:
         """True if a pattern was seen that no certificate covers."""
-        return not self._new <= self._certified
+        return not (self.is_exhausted or self._has_learned or self._new <= self._certified)
 
-    def next_step(self, step: int, batch_idx: int) -> bool:
-        """Return whether ranks must agree on new patterns before a batch; the same on every rank.
+    def next_step(self, batch_idx: int) -> bool:
+        """Return whether ranks must agree on new patterns before the first batch of a step; the same on every rank.
 
         Args:
-            step: number of optimizer steps so far. Between two of them, gradients are being accumulated.
             batch_idx: index of the batch in the epoch.
         """
-        if step == self._step or self.is_exhausted:
-            return False
-        self._step = step
-        agrees, self._is_learning = self._is_watching and not self._is_learning, False
+        agrees, self._has_learned, self._is_learning = self.is_watching, self._is_learning, False
         self._windows += 1
-        self._is_watching = self._windows <= _ALL or self._windows % _ONE_OF == 0 or batch_idx == 0
+        self.is_watching = self._windows <= _ALL or self._windows % _ONE_OF == 0 or batch_idx == 0
         return agrees
 
 

@@ -1,4 +1,4 @@
-"""Random projections of gradients, to compare gradients with different sharding.
+"""Random projections of gradients and weights, to compare tensors with different sharding.
 
 A gradient ``G`` of shape ``(r, c)`` is represented by ``U^T G V`` with random normal ``U (r, 2)`` and ``V (c, 4)``:
 eight projections, each with expectation 0 and variance ``|G|^2`` (Johnson and Lindenstrauss, 1984). They are linear in
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.checkpoint.format.parts import TensorParts
+from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.state.placement import boxes_of
 
@@ -22,6 +25,8 @@ from trainwright.strategies.state.placement import boxes_of
 PROJECTIONS = 8
 WIDTH = PROJECTIONS + 1
 _FIRST, _LAST = 2, 4
+# Difference of weights relative to their norm; they are copied, or rounded to at least 8 bits of precision.
+_ALLOWED = 2e-2
 
 
 def vectors_of(name: str, shape: Sequence[int]) -> list[Tensor]:
@@ -84,3 +89,34 @@ def _sketch(tensor: Tensor, vectors: Sequence[Tensor]) -> Tensor:
     flat = projected.reshape(-1).double().cpu()
     result[:PROJECTIONS] = flat if len(flat) == PROJECTIONS else flat.repeat(PROJECTIONS)[:PROJECTIONS]
     return result
+
+
+def sketches_of_wholes(written: AsWritten) -> Tensor:
+    """Return sketches of all parameters before sharding, ``(parameters, 9)``."""
+    rows = [sketch_of_whole(each.name, getattr(*each.slots[0])) for each in written.parameters]
+    return torch.stack(rows) if rows else torch.zeros(0, WIDTH, dtype=torch.float64)
+
+
+def parts_that_differ(strategy: Any, written: AsWritten, wholes: Tensor) -> str:
+    """Return the first parameter whose shards differ from the first rank's weights; empty: none. A collective.
+
+    Args:
+        strategy: set up.
+        written: of its module.
+        wholes: from :func:`sketches_of_wholes` on this rank.
+    """
+    assembly, _ = strategy.certified.parts()
+    parts = torch.zeros_like(wholes)
+    for row, each in enumerate(written.parameters):
+        held = strategy.certified.held(each.name)
+        if held is not None:
+            parts[row] = sketch_of_part(each.name, each.shape, held, assembly.cuts.get(each.name))
+    wholes, parts = wholes.to(strategy.root_device), parts.to(strategy.root_device)
+    dist.broadcast(wholes, src=0)
+    dist.all_reduce(parts)
+    wholes, parts = wholes.cpu(), parts.cpu()
+    copies = (parts[:, -1] / wholes[:, -1].clamp(min=1)).clamp(min=1e-9)
+    distances = (parts[:, :PROJECTIONS] / copies[:, None] - wholes[:, :PROJECTIONS]).square().mean(1).sqrt()
+    norms = wholes[:, :PROJECTIONS].square().mean(1).sqrt()
+    wrong = [i for i, excess in enumerate((distances - _ALLOWED * norms - 1e-6).tolist()) if excess > 0]
+    return written.parameters[wrong[0]].name if wrong else ""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -111,12 +112,13 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def arguments(module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """Return the arguments of ``training_step``, with a copy of the batch, which it may modify."""
-    batch = _copied(batch)
+    batch = copied(batch)
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if takes_index else (batch,)
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
+    """Return a deep copy of a batch."""
     try:
         return copy.deepcopy(batch)
     except RuntimeError:  # a non-leaf tensor, computed by a hook
@@ -201,6 +203,20 @@ def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
             group.update(values)
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
+
+
+@contextmanager
+def gradients_aside(strategy: Compared) -> Iterator[None]:
+    """Run without the gradients of earlier steps, which user code may read or accumulate, and restore them."""
+    groups = (group["params"] for optimizer in strategy.optimizers for group in optimizer.param_groups)
+    aside = {tensor: tensor.grad for tensor in chain(strategy.lightning_module.parameters(), *groups)}
+    for tensor in aside:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in aside.items():
+            tensor.grad = gradient
 
 
 class _NoHooks:

@@ -22,6 +22,7 @@ from tests.pool import RankError
 from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.patterns import pattern_of
+from trainwright.strategies.base.certificate.spots import Check, SpotChecks
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.context import attention as context_attention
 from trainwright.strategies.contract import cuts
@@ -318,12 +319,13 @@ class Growing(pl.LightningModule):
 def train_growing() -> list[Any]:
     made = []
 
-    def compare(self: Certificate, strategy: Any, batch: Any, batch_idx: int) -> bool:
-        self.patterns.learn()
+    def compare(self: Certificate, strategy: Any, batch: Any, batch_idx: int, reason: str, of_step: int) -> bool:
+        self.checks.append(Check(of_step, reason, mock.Mock(seconds=0.0, written_seconds=0.0)))
         made.append(batch_idx)
         return True
 
-    with mock.patch.object(Certificate, "_compare", compare), warnings.catch_warnings(record=True) as given:
+    undrawn = mock.patch.object(SpotChecks, "is_drawn", return_value=False)
+    with undrawn, mock.patch.object(Certificate, "_compare", compare), warnings.catch_warnings(record=True) as given:
         trainer = make_trainer("zero2", ON, max_steps=200, max_epochs=1)
         trainer.fit(Growing(), DataLoader(torch.ones(400, 4), batch_size=1))
     return [made, sum("Later changes are not compared" in str(each.message) for each in given)]
