@@ -152,7 +152,7 @@ def find(theme: str, name: str) -> Row:
 # ---- In a rank ------------------------------------------------------------------------------------------------------
 
 
-class _Watch(Losses):
+class Watch(Losses):
     """Keeps the losses and remembers the weights that training began with."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ def train(
         resumes: path of a checkpoint to resume.
     """
     warnings.simplefilter("ignore")
-    row, watch, run = find(theme, name), _Watch(), Run()
+    row, watch, run = find(theme, name), Watch(), Run()
     torch.manual_seed(3)
     module = row.make_module()
     try:
@@ -201,11 +201,11 @@ def train(
         run.logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         if row.observe:
             run.observed = {key: _numbers(value) for key, value in row.observe(trainer, module).items()}
-        run.tensors = _tensors(trainer, module, layout)
+        run.tensors = tensors_of(trainer, module, layout)
     except BaseException as error:
         run.when, run.error, run.trace = time.monotonic(), f"{type(error).__name__}: {error}", traceback.format_exc()
         notes = getattr(error, "__notes__", [])
-        run.error, run.ours = " ".join([run.error, *notes]), _raised_by_us(error) or bool(notes)
+        run.error, run.ours = " ".join([run.error, *notes]), is_raised_by_us(error) or bool(notes)
         with suppress(Exception):
             run.changed = watch.changed()
     # Where ranks are processes of a launcher, it ends those that wait for one that failed.
@@ -228,7 +228,7 @@ def _prepared(row: Row, layout: str | None, first: list[Any], certifies: bool) -
     return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS.get(layout, 1))
 
 
-def _tensors(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
+def tensors_of(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
     found = dict(module.named_parameters() if layout is None else trainer.strategy.whole_parameters())
     # state_dict() has those of all stages, as a checkpoint would; it gathers every parameter as well.
     buffers = dict(module.named_buffers())
@@ -244,7 +244,7 @@ def _numbers(value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def _raised_by_us(error: BaseException) -> bool:
+def is_raised_by_us(error: BaseException) -> bool:
     """Return whether code of this package raised, rather than a library."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("trainwright.")
@@ -339,11 +339,11 @@ def _differences(row: Row, reference: Run, run: Run, layout: str) -> Iterator[st
         ours = run.logged.get(key, float("nan"))
         if not abs(ours - theirs) <= 3 * row.tolerance * max(abs(theirs), 1e-3):
             yield f"logged {key}: {ours:.7g} instead of {theirs:.7g}"
-    yield from _tensor_differences("parameter ", reference.tensors, run.tensors, row.tolerance)
-    yield from _tensor_differences("observed ", reference.observed, run.observed, row.tolerance)
+    yield from tensor_differences("parameter ", reference.tensors, run.tensors, row.tolerance)
+    yield from tensor_differences("observed ", reference.observed, run.observed, row.tolerance)
 
 
-def _tensor_differences(what: str, theirs: Numbers, ours: Numbers, tolerance: float) -> Iterator[str]:
+def tensor_differences(what: str, theirs: Numbers, ours: Numbers, tolerance: float) -> Iterator[str]:
     for name, expected in theirs.items():
         found, buffer = ours.get(name), name.startswith("buffer ")
         if found is None:

@@ -1,0 +1,115 @@
+"""Draws programs and their layouts by seed."""
+
+from __future__ import annotations
+
+import random
+from typing import TypeVar
+
+from tests.fuzz.cells import comparable
+from tests.fuzz.layouts import LAYOUTS
+from tests.fuzz.program import CALLBACKS, SEQUENCES, Program
+
+T = TypeVar("T")
+# Layouts of a program, on average.
+CELLS = 2.5
+
+
+def _any(generator: random.Random, weighted: dict[T, float]) -> T:
+    return generator.choices(list(weighted), list(weighted.values()))[0]
+
+
+NETWORKS = {
+    **{"mlp": 3, "scaled": 2, "batch_norm": 1, "mixed": 2, "conv": 1.5},
+    **{"transformer": 4, "tied": 3, "encoder": 2, "gru": 1.5, "mixed_sequence": 1.5},
+}
+LOSSES = {
+    **{"cross_entropy": 2, "mse": 2, "later_term": 2, "per_sample_mean": 1, "sum_loss": 1},
+    **{"ignoring": 3, "smoothed": 2, "class_weighted": 2, "masked_mean": 3, "indexed_mean": 2, "two_terms": 2},
+    **{"later_masked_term": 2, "rmse": 1, "contrastive": 1, "noisy": 1.5, "drawn_mask": 1},
+}
+MODULES = {"Trained": 6, "Measured": 3, "Metrics": 3, "Rooted": 2, "Taught": 1, "ByHand": 2}
+LOADERS = {
+    **{"plain": 6, "dropping": 1, "shuffled": 2, "own_sampler": 1.5, "own_batch_sampler": 1.5, "bulk": 1},
+    **{"stream": 1, "ragged": 2, "combined": 0.7},
+}
+SCHEDULERS = {
+    **{"": 4, "warmup": 2, "by_epoch": 1, "one_cycle": 1},
+    **{"plateau_by_step": 1, "plateau_by_epoch": 1, "plateau_on_validation": 1},
+}
+
+
+def program_of(seed: int) -> Program:
+    """Return the program of a seed."""
+    g = random.Random(f"program {seed}")
+    module = _any(g, MODULES)
+    epochs, steps = g.choice([(1, 6), (2, 3), (2, 4), (3, 3), (3, 4)])
+    double = g.random() < 0.65
+    program = Program(
+        network=_any(g, NETWORKS),
+        loss=_any(g, LOSSES),
+        module=module,
+        optimizer=_any(
+            g, {"momentum": 4, "nesterov": 1, "adamw": 2, "grouped": 2, **({"two": 4} if module == "ByHand" else {})}
+        ),
+        scheduler=_any(g, SCHEDULERS),
+        loader=_any(g, LOADERS),
+        accumulation=_any(g, {1: 5, 2: 2, 4: 1}),
+        double=double,
+        precision="32-true" if double else _any(g, {"32-true": 8, "bf16-mixed": 1, "16-mixed": 1}),
+        clip=_any(g, {"": 3, "norm": 1, "value": 0.6}),
+        epochs=epochs,
+        steps=steps,
+        rest=g.choice([0, 0, 1, 3, 4, 6]),
+        padded_from=g.choice([-1, 0, 8, 16, 16]),
+        validation=_any(g, {"": 1, "epoch": 2, "steps": 1}),
+        callbacks=_callbacks(g),
+        stop=g.choice([0, 0, *range(1, epochs * steps)]),
+        seed=seed,
+    )
+    return _made_consistent(program)
+
+
+def _callbacks(g: random.Random) -> tuple[str, ...]:
+    return tuple(name for name in CALLBACKS if g.random() < (0.03 if name == "swa" else 0.08))
+
+
+def _made_consistent(program: Program) -> Program:
+    """Return the program without options that Lightning itself does not take, or that make no sense together."""
+    changed = dict(vars(program))
+    if program.module == "ByHand":
+        changed |= {"clip": "", "accumulation": 1}
+    if program.network not in SEQUENCES and program.loader == "ragged":
+        changed |= {"loader": "plain"}
+    if program.scheduler == "plateau_on_validation" and program.validation != "epoch":
+        changed |= {"validation": "epoch"}
+    if program.scheduler.startswith("plateau") and program.module == "ByHand":
+        changed |= {"scheduler": "warmup"}
+    if not program.validation:
+        changed |= {"callbacks": tuple(each for each in program.callbacks if each in ("norms", "average", "swa"))}
+    if program.module == "Taught" or "swa" in program.callbacks or program.loader == "stream":
+        changed |= {"stop": 0}
+    if program.loader == "stream":
+        changed |= {"rest": 0}
+    if "swa" in program.callbacks and (
+        changed["scheduler"].startswith("plateau") or program.module == "ByHand" or program.epochs < 2
+    ):
+        changed |= {"callbacks": tuple(each for each in program.callbacks if each != "swa")}
+    if program.validation == "steps" and program.loader in ("stream",):
+        changed |= {"validation": "epoch"}
+    return Program(**changed)
+
+
+def cells_of(seed: int, program: Program) -> list[str]:
+    """Return the layouts of a seed."""
+    g = random.Random(f"layouts {seed}")
+    possible = {name: layout.weight for name, layout in LAYOUTS.items() if comparable(program, layout)}
+    found: list[str] = []
+    for _ in range(g.choice([2, 2, 3, 3])):
+        if possible:
+            found.append(_any(g, possible))
+            del possible[found[-1]]
+    if program.stop and found:
+        first = g.choice(found)
+        second = first if g.random() < 0.4 else _any(g, {**possible, **dict.fromkeys(found, 1)})
+        found[found.index(first)] = f"{first}>{second}"
+    return found
