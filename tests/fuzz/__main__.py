@@ -12,10 +12,12 @@ import time
 import warnings
 from collections import Counter
 from contextlib import chdir
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.fuzz.cells import Outcome, run_cell
 from tests.fuzz.draw import cells_of, program_of
+from tests.fuzz.script import script
 from tests.fuzz.shrink import shrunk
 from tests.pool import RankPool
 
@@ -36,7 +38,9 @@ def main() -> int:
     parser.add_argument("--cell", action="append", help="run only this layout, or FIRST>SECOND for a resumed run")
     parser.add_argument("--shrink", action="store_true", help="reduce failures and print scripts")
     parser.add_argument("--quiet", action="store_true", help="do not print refused cells")
+    parser.add_argument("--scripts", default=str(Path("build").absolute()), help="folder for scripts (build)")
     arguments = parser.parse_args()
+    Path(arguments.scripts).mkdir(exist_ok=True)
     warnings.simplefilter("ignore")
     pool, counts, started = RankPool(), Counter[str](), time.monotonic()
     with TemporaryDirectory() as folder, chdir(folder):
@@ -49,7 +53,9 @@ def main() -> int:
                     print(f"{seed} {cell} | {outcome}\n    {program}", flush=True)
                 if outcome.is_failure and arguments.shrink:
                     small, on, said = shrunk(pool, program, cell, outcome)
-                    print(f"    shrunk: {on} | {said}\n    {small}", flush=True)
+                    name = f"fuzz_{seed}_{cell.replace('>', '_to_')}.py"
+                    Path(arguments.scripts, name).write_text(script(small, on))
+                    print(f"    shrunk: {on} | {said}\n    {small}\n    {arguments.scripts}/{name}", flush=True)
     pool.close()
     print(f"{arguments.seeds}: {sum(counts.values())} cells, {dict(counts)}, {time.monotonic() - started:.0f} s")
     return int(any(Outcome(kind).is_failure for kind in counts))

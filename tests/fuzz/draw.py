@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TypeVar
 
-from tests.fuzz.cells import comparable
+from tests.fuzz.compare import comparable
 from tests.fuzz.layouts import LAYOUTS
 from tests.fuzz.program import CALLBACKS, SEQUENCES, Program
 
@@ -18,24 +18,27 @@ def _any(generator: random.Random, weighted: dict[T, float]) -> T:
     return generator.choices(list(weighted), list(weighted.values()))[0]
 
 
-NETWORKS = {
-    **{"mlp": 3, "scaled": 2, "batch_norm": 1, "mixed": 2, "conv": 1.5},
-    **{"transformer": 4, "tied": 3, "encoder": 2, "gru": 1.5, "mixed_sequence": 1.5},
-}
-LOSSES = {
-    **{"cross_entropy": 2, "mse": 2, "later_term": 2, "per_sample_mean": 1, "sum_loss": 1},
-    **{"ignoring": 3, "smoothed": 2, "class_weighted": 2, "masked_mean": 3, "indexed_mean": 2, "two_terms": 2},
-    **{"later_masked_term": 2, "rmse": 1, "contrastive": 1, "noisy": 1.5, "drawn_mask": 1},
-}
-MODULES = {"Trained": 6, "Measured": 3, "Metrics": 3, "Rooted": 2, "Taught": 1, "ByHand": 2}
-LOADERS = {
-    **{"plain": 6, "dropping": 1, "shuffled": 2, "own_sampler": 1.5, "own_batch_sampler": 1.5, "bulk": 1},
-    **{"stream": 1, "ragged": 2, "combined": 0.7},
-}
-SCHEDULERS = {
-    **{"": 4, "warmup": 2, "by_epoch": 1, "one_cycle": 1},
-    **{"plateau_by_step": 1, "plateau_by_epoch": 1, "plateau_on_validation": 1},
-}
+def _weights(text: str) -> dict[str, float]:
+    """Return names with their weights from ``NAME 3, NAME 2``; ``nothing`` is the empty name."""
+    pairs = (each.split() for each in text.split(","))
+    return {"" if name == "nothing" else name: float(weight) for name, weight in pairs}
+
+
+NETWORKS = _weights(
+    "mlp 3, scaled 2, batch_norm 1, mixed 2, conv 1.5, transformer 4, tied 3, encoder 2, gru 1.5, mixed_sequence 1.5"
+)
+LOSSES = _weights(
+    "cross_entropy 2, mse 2, later_term 2, per_sample_mean 1, sum_loss 1, ignoring 3, smoothed 2, class_weighted 2, "
+    "masked_mean 3, indexed_mean 2, two_terms 2, later_masked_term 2, rmse 1, contrastive 1, noisy 1.5, drawn_mask 1"
+)
+MODULES = _weights("Trained 6, Measured 3, Metrics 3, Rooted 2, Taught 1, ByHand 2")
+LOADERS = _weights(
+    "plain 6, dropping 1, shuffled 2, own_sampler 1.5, own_batch_sampler 1.5, bulk 1, stream 1, ragged 2, combined 0.7"
+)
+SCHEDULERS = _weights(
+    "nothing 4, warmup 2, by_epoch 1, one_cycle 1, plateau_by_step 1, plateau_by_epoch 1, plateau_on_validation 1"
+)
+OPTIMIZERS = _weights("momentum 4, nesterov 1, adamw 2, grouped 2")
 
 
 def program_of(seed: int) -> Program:
@@ -48,9 +51,7 @@ def program_of(seed: int) -> Program:
         network=_any(g, NETWORKS),
         loss=_any(g, LOSSES),
         module=module,
-        optimizer=_any(
-            g, {"momentum": 4, "nesterov": 1, "adamw": 2, "grouped": 2, **({"two": 4} if module == "ByHand" else {})}
-        ),
+        optimizer=_any(g, OPTIMIZERS | ({"two": 4.0} if module == "ByHand" else {})),
         scheduler=_any(g, SCHEDULERS),
         loader=_any(g, LOADERS),
         accumulation=_any(g, {1: 5, 2: 2, 4: 1}),

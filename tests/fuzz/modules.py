@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
-Loss = Callable[[Any, dict[str, Tensor]], Tensor]
-
 
 class Trained(pl.LightningModule):
     """A network that logs its loss per step and epoch, and values of validation.
@@ -22,7 +20,7 @@ class Trained(pl.LightningModule):
         optimizers: builds what ``configure_optimizers`` returns.
     """
 
-    def __init__(self, network: nn.Module, loss: Loss, optimizers: Callable[[Any], Any]) -> None:
+    def __init__(self, network: nn.Module, loss: Callable[..., Tensor], optimizers: Callable[[Any], Any]) -> None:
         super().__init__()
         self.net, self.criterion, self.make_optimizers = network, loss, optimizers
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 
-from tests.fuzz import data, losses, modules, networks, optimizers
+from tests.fuzz import data, losses, modules, networks, pieces
 
 # Samples of a global batch.
 GLOBAL_BATCH = 8
@@ -31,8 +31,8 @@ NETWORKS: dict[str, tuple[Any, Any]] = {
 }
 SEQUENCES = ("transformer", "tied", "encoder", "gru", "mixed_sequence")
 CALLBACKS: dict[str, Callable[[], Any]] = {
-    "norms": optimizers.Norms,
-    "average": optimizers.Average,
+    "norms": pieces.Norms,
+    "average": pieces.Average,
     "early_stopping": partial(EarlyStopping, "val_loss", patience=1, strict=False),
     "swa": partial(StochasticWeightAveraging, swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1),
     "checkpoint": partial(ModelCheckpoint, "saved", monitor="val_loss", save_top_k=1, save_last=True),
@@ -127,10 +127,10 @@ def make_module(program: Program) -> pl.LightningModule:
 
 def configure(program: Program, module: Any) -> Any:
     """Return what ``configure_optimizers`` returns."""
-    made = getattr(optimizers, program.optimizer)(module)
+    made = getattr(pieces, program.optimizer)(module)
     if not program.scheduler:
         return made
-    schedule = getattr(optimizers, program.scheduler)
+    schedule = getattr(pieces, program.scheduler)
     total = program.epochs * program.per_epoch
     if isinstance(made, list):
         return made, [schedule(each, total) for each in made]

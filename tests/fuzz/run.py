@@ -11,9 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint
 
 from tests.fuzz.layouts import LAYOUTS
+from tests.fuzz.pieces import Interrupted, Stopper
 from tests.fuzz.program import GLOBAL_BATCH, Program, make_callbacks, make_loaders, make_module, trainer_options
 from tests.pool import Last
 from tests.zoo.cells import Numbers, Watch, is_raised_by_us, tensors_of
@@ -32,7 +32,6 @@ class Run:
         steps: learning rates and logged values after each step.
         epochs, validations: logged values at each end.
         tensors: parameters and buffers at the end.
-        interrupted: whether the run was saved and stopped where it should be.
         error, ours, when, changed, trace: of an error; see :class:`tests.zoo.cells.Run`.
     """
 
@@ -43,16 +42,11 @@ class Run:
     epochs: list[Values] = field(default_factory=list)
     validations: list[Values] = field(default_factory=list)
     tensors: Numbers = field(default_factory=dict)
-    interrupted: bool = False
     error: str = ""
     ours: bool = False
     when: float = 0.0
     changed: bool = False
     trace: str = ""
-
-
-class Interrupted(Exception):
-    """The run ends here and is resumed by another one."""
 
 
 class Recorder(pl.Callback):
@@ -87,10 +81,7 @@ class Recorder(pl.Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self.run.validations.append({key: value for key, value in _values(trainer).items() if key.startswith("val_")})
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        # Values of the epoch that this hook's caller reduces are only known afterwards.
-        pass
-
+    # Values of an epoch are reduced after on_train_epoch_end.
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._keep_epoch(trainer)
 
@@ -101,19 +92,6 @@ class Recorder(pl.Callback):
         found = {key: value for key, value in _values(trainer).items() if not key.endswith(("_step", "_norm"))}
         if self.run.steps and found:
             self.run.epochs.append(found)
-
-
-class Stopper(Checkpoint):
-    """Saves after so many steps and ends the run."""
-
-    def __init__(self, run: Run, after: int, path: str) -> None:
-        self.run, self.after, self.path = run, after, path
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if len(self.run.steps) == self.after:
-            trainer.save_checkpoint(self.path)
-            self.run.interrupted = True
-            raise Interrupted
 
 
 def _values(trainer: Any) -> Values:
@@ -137,7 +115,7 @@ def train(
     run, watch = Run(), Watch()
     try:
         module = make_module(program)
-        stopper = [Stopper(run, program.stop, saves)] if saves else []
+        stopper = [Stopper(program.stop, saves)] if saves else []
         callbacks = [watch, *make_callbacks(program), Recorder(run, waves), *stopper]
         trainer = _trainer(program, layout, parts, callbacks)
         torch.manual_seed(5)
@@ -176,6 +154,9 @@ def _trainer(program: Program, layout: str | None, parts: int, callbacks: list[A
 
     chosen = LAYOUTS[layout]
     accumulation = parts // chosen.data_ranks
+    if program.precision == "16-mixed":
+        # Larger than a gradient's inverse, steps would be skipped, of other layouts others.
+        options["loss_scale"] = {"initial": 256}
     return Trainer(
         strategy=make_strategy(chosen.strategy, **chosen.options),
         devices=chosen.ranks,

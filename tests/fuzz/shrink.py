@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.fuzz.cells import Outcome, comparable, run_cell
+from tests.fuzz.cells import Outcome, run_cell
+from tests.fuzz.compare import comparable
 from tests.fuzz.layouts import LAYOUTS
 from tests.fuzz.program import Program
 from tests.pool import RankPool

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of fuzzed programs, and callbacks."""
+"""Optimizers, schedulers and callbacks of fuzzed programs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -110,3 +111,21 @@ class Average(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.kept = state_dict["kept"]
+
+
+class Interrupted(Exception):
+    """The run ends here and is resumed by another one."""
+
+
+class Stopper(Checkpoint):
+    """Saves after so many optimizer steps and ends the run."""
+
+    def __init__(self, after: int, path: str) -> None:
+        self.left, self.path, self.steps = after, path, 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.left -= trainer.global_step > self.steps
+        self.steps = trainer.global_step
+        if self.left == 0:
+            trainer.save_checkpoint(self.path)
+            raise Interrupted

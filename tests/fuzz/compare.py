@@ -1,0 +1,181 @@
+"""Comparison of a run with one process: what of it must be equal, and what differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tests.fuzz.layouts import LAYOUTS, Layout
+from tests.fuzz.program import RANDOM, SEQUENCES, Program
+from tests.fuzz.run import Run
+from tests.zoo.cells import tensor_differences
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative distances."""
+
+    loss: float
+    tensors: float
+
+    @staticmethod
+    def of(program: Program) -> Tolerance:
+        """Return those for the precision of a program."""
+        if program.precision != "32-true":
+            return Tolerance(5e-2, 5e-2)
+        if program.double:
+            # Certain parts compute in float32 in any case.
+            return Tolerance(2e-6, 2e-6)
+        return Tolerance(1e-5, 3e-5)
+
+
+def comparable(program: Program, layout: Layout) -> bool:
+    """Return whether a layout has the numbers of one process by design."""
+    parts = layout.parts(program)
+    if layout.strategy == "single" and program.loader == "shuffled":
+        return False  # compared with itself
+    if "context" in layout.options and program.network not in SEQUENCES:
+        return False
+    if program.loss in RANDOM and parts > 1:
+        return False
+    if program.scheduler == "plateau_by_step" and (parts > layout.data_ranks or (parts > 1 and not program.is_mean)):
+        return False
+    if program.module == "ByHand" and (program.accumulation > 1 or (parts > 1 and not program.is_mean)):
+        return False
+    return parts == 1 or program.rest == 0 or program.is_mean
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A program under one layout, or interrupted under one and resumed under another.
+
+    Attributes:
+        program, names: the program; the layouts' names.
+    """
+
+    program: Program
+    names: tuple[str, ...]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts, in the order in which they run."""
+        return [LAYOUTS[name] for name in self.names]
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step, on all data ranks."""
+        return max(layout.parts(self.program) for layout in self.layouts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one process may run each step as a single batch, rather than accumulate the same micro-batches."""
+        return self.program.is_mean or self.parts == 1
+
+    @property
+    def waves(self) -> int:
+        """Micro-batches that the layouts read at once."""
+        return max(layout.data_ranks for layout in self.layouts)
+
+    @property
+    def logs_alike(self) -> bool:
+        """Whether values that a step logs are of the same samples on one process."""
+        return all(
+            self.parts == layout.data_ranks or (not self.is_whole and layout.data_ranks == self.waves)
+            for layout in self.layouts
+        )
+
+    def differences(self, runs: list[Run], reference: Run, ended: bool = True) -> Iterator[str]:
+        """Yield what differs from one process, the first difference first.
+
+        Args:
+            runs: of each rank.
+            reference: of one process.
+            ended: whether the runs ended without an error; else only their steps are compared.
+        """
+        loss_tolerance = Tolerance.of(self.program).loss
+        count = min(len(run.losses) for run in runs)
+        for step in range(count):
+            if step >= len(reference.losses):
+                yield f"step {step}: one process ended before"
+                return
+            yield from _other_samples(runs, reference, step)
+            loss = sum(run.losses[step] for run in runs) / len(runs)
+            if _differs(loss, reference.losses[step], loss_tolerance):
+                yield f"loss of step {step}: {loss:.8g} instead of {reference.losses[step]:.8g}"
+            for rank, run in enumerate(runs):
+                for key, theirs in reference.steps[step].items():
+                    ours = run.steps[step].get(key, math.nan)
+                    if (key != "loss_step" or self.logs_alike) and _differs(ours, theirs, loss_tolerance):
+                        yield f"step {step}, rank {rank}: {key} {ours:.8g} instead of {theirs:.8g}"
+        if not ended:
+            return
+        if count != len(reference.losses):
+            yield f"{count} steps instead of {len(reference.losses)}"
+        yield from self._later_differences(runs, reference)
+
+    def _later_differences(self, runs: list[Run], reference: Run) -> Iterator[str]:
+        # Replicas have statistics of their own samples; where these are used, ranks must agree.
+        by_replica = self.program.network == "batch_norm" and self.waves > 1
+        tolerance = Tolerance.of(self.program)
+        for rank, run in enumerate(runs):
+            for what in ("epochs", "validations"):
+                expected = getattr(runs[0] if by_replica else reference, what)
+                yield from _other_values(f"rank {rank}: {what}", expected, getattr(run, what), 3 * tolerance.loss)
+            buffers = {name: value for name, value in run.tensors.items() if name.startswith("buffer ")}
+            others = {name: value for name, value in reference.tensors.items() if "metric" not in name}
+            if by_replica:
+                others = {name: value for name, value in others.items() if name not in buffers}
+                others |= {name: runs[0].tensors[name] for name in buffers}
+            yield from tensor_differences(f"rank {rank}: ", others, run.tensors, tolerance.tensors)
+
+
+def joined(first: list[Run], second: list[Run]) -> list[Run]:
+    """Return runs that were resumed as if they had not been interrupted."""
+    if not first:
+        return second
+    before = first[0]
+    merged = []
+    for run in second:
+        # Samples of all ranks before, on the first; epochs and evaluations that ended before.
+        ids = [sorted({each for other in first for each in other.ids[step]}) for step in range(len(before.ids))]
+        losses = [sum(other.losses[step] for other in first) / len(first) for step in range(len(before.losses))]
+        merged.append(
+            replace(
+                run,
+                losses=losses + run.losses,
+                ids=ids + run.ids,
+                steps=before.steps + run.steps,
+                epochs=before.epochs + run.epochs,
+                validations=before.validations + run.validations,
+            )
+        )
+    return merged
+
+
+def _other_values(
+    what: str, expected: list[dict[str, float]], found: list[dict[str, float]], tolerance: float
+) -> Iterator[str]:
+    if len(expected) != len(found):
+        yield f"{what}: {len(found)} instead of {len(expected)}"
+    for place, (theirs, ours) in enumerate(zip(expected, found, strict=False)):
+        for key, value in theirs.items():
+            if _differs(ours.get(key, math.nan), value, tolerance):
+                yield f"{what} {place}: {key} {ours.get(key, math.nan):.8g} instead of {value:.8g}"
+
+
+def _other_samples(runs: list[Run], reference: Run, step: int) -> Iterator[str]:
+    expected = sorted(reference.ids[step])
+    read = sorted({each for run in runs for each in run.ids[step]})
+    if read != sorted(set(expected)):
+        yield f"samples of step {step}: {read} instead of {expected}"
+    for rank, run in enumerate(runs):
+        for other in runs[:rank]:
+            if other.data_rank == run.data_rank and other.ids[step] != run.ids[step]:
+                yield f"samples of step {step} differ between ranks of one replica"
+
+
+def _differs(ours: float, theirs: float, tolerance: float) -> bool:
+    if math.isnan(theirs):
+        return not math.isnan(ours)
+    return not abs(ours - theirs) <= tolerance * max(abs(theirs), 1e-2)
