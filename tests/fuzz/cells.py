@@ -46,16 +46,17 @@ class References:
         self._ranks = ranks
         self.of = cache(self._of)
 
-    def _of(self, program: Program, parts: int, waves: int) -> Run:
-        """Return the run of a program whose steps have so many micro-batches."""
-        layout = "single" if program.loader == "shuffled" else None
+    def _of(self, program: Program, layout: str | None, parts: int, waves: int) -> list[Run]:
+        """Return the uninterrupted run of a program whose steps have so many micro-batches."""
         if program.precision == "16-mixed":  # which Lightning replaces on CPUs
             program = replace(program, precision="32-true")
-        (run,) = self._ranks(train, 1, program, layout, parts, waves, init_group=False)
-        if run.error:
-            raise AssertionError(f"one process: {run.trace}")
-        found: Run = run
-        return found
+        alone = layout in (None, "single")
+        ranks = 1 if layout is None else LAYOUTS[layout].ranks
+        runs: list[Run] = self._ranks(train, ranks, program, layout, parts, waves, init_group=not alone)
+        for run in runs:
+            if run is None or run.error:
+                raise AssertionError(f"uninterrupted: {run and run.trace}")
+        return runs
 
 
 def tried(ranks: Callable[..., list[Any]], references: References, program: Program, name: str) -> Outcome:
@@ -68,14 +69,14 @@ def tried(ranks: Callable[..., list[Any]], references: References, program: Prog
         name: the layout, or ``FIRST>SECOND``: the run is stopped under the first and resumed under the second.
     """
     cell = Cell(program, tuple(name.split(">")))
-    reference = references.of(replace(program, stop=0), *((1, 1) if cell.is_whole else (cell.parts, cell.waves)))
-    if not all(math.isfinite(loss) for loss in reference.losses):
+    expected = references.of(replace(program, stop=0), *cell.reference)
+    if not all(math.isfinite(loss) for loss in expected[0].losses):
         return Outcome("undefined", "losses of one process are not finite")
     with TemporaryDirectory() as folder:
-        return _run(ranks, cell, reference, f"{folder}/saved")
+        return _run(ranks, cell, expected, f"{folder}/saved")
 
 
-def _run(ranks: Callable[..., list[Any]], cell: Cell, reference: Run, path: str) -> Outcome:
+def _run(ranks: Callable[..., list[Any]], cell: Cell, expected: list[Run], path: str) -> Outcome:
     runs: list[Run] = []
     for place, name in enumerate(cell.names):
         saves, resumes = path if place < len(cell.names) - 1 else "", path if place else None
@@ -90,8 +91,8 @@ def _run(ranks: Callable[..., list[Any]], cell: Cell, reference: Run, path: str)
         runs = joined(runs, latest)
         failed = min((run for run in latest if run.error), key=lambda run: run.when, default=None)
         if failed is not None:
-            return _failed(failed, next(cell.differences(runs, reference, ended=False), ""))
-    found = list(cell.differences(runs, reference))
+            return _failed(failed, next(cell.differences(runs, expected, ended=False), ""))
+    found = list(cell.differences(runs, expected))
     return Outcome("wrong", f"{found[0]} (and {len(found) - 1} more)") if found else Outcome("equal")
 
 

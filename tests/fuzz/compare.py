@@ -41,6 +41,8 @@ def comparable(program: Program, layout: Layout) -> bool:
         return False
     if program.scheduler == "plateau_by_step" and (parts > layout.data_ranks or (parts > 1 and not program.is_mean)):
         return False
+    if parts > 1 and {program.loss, program.module} & {"pulled", "Tracking"}:
+        return False
     if program.module == "ByHand" and (program.accumulation > 1 or (parts > 1 and not program.is_mean)):
         return False
     return parts == 1 or program.rest == 0 or program.is_mean
@@ -85,26 +87,35 @@ class Cell:
             for layout in self.layouts
         )
 
-    def differences(self, runs: list[Run], reference: Run, ended: bool = True) -> Iterator[str]:
+    @property
+    def reference(self) -> tuple[str | None, int, int]:
+        """Layout (none: Lightning on one process), micro-batches of a step and waves of the run to compare with."""
+        if self.program.drops:
+            return self.names[0], self.parts, 1
+        single = "single" if self.program.loader == "shuffled" else None
+        return (single, 1, 1) if self.is_whole else (single, self.parts, self.waves)
+
+    def differences(self, runs: list[Run], references: list[Run], ended: bool = True) -> Iterator[str]:
         """Yield what differs from one process, the first difference first.
 
         Args:
             runs: of each rank.
-            reference: of one process.
+            references: one run of one process, or of each rank.
             ended: whether the runs ended without an error; else only their steps are compared.
         """
+        reference = references[0]
         loss_tolerance = Tolerance.of(self.program).loss
         count = min(len(run.losses) for run in runs)
         for step in range(count):
             if step >= len(reference.losses):
                 yield f"step {step}: one process ended before"
                 return
-            yield from _other_samples(runs, reference, step)
-            loss = sum(run.losses[step] for run in runs) / len(runs)
-            if _differs(loss, reference.losses[step], loss_tolerance):
-                yield f"loss of step {step}: {loss:.8g} instead of {reference.losses[step]:.8g}"
+            yield from _other_samples(runs, references, step)
+            ours, theirs = _mean_loss(runs, step), _mean_loss(references, step)
+            if _differs(ours, theirs, loss_tolerance):
+                yield f"loss of step {step}: {ours:.8g} instead of {theirs:.8g}"
             for rank, run in enumerate(runs):
-                for key, theirs in reference.steps[step].items():
+                for key, theirs in references[rank % len(references)].steps[step].items():
                     ours = run.steps[step].get(key, math.nan)
                     if (key != "loss_step" or self.logs_alike) and _differs(ours, theirs, loss_tolerance):
                         yield f"step {step}, rank {rank}: {key} {ours:.8g} instead of {theirs:.8g}"
@@ -112,16 +123,21 @@ class Cell:
             return
         if count != len(reference.losses):
             yield f"{count} steps instead of {len(reference.losses)}"
-        yield from self._later_differences(runs, reference)
+        yield from self._later_differences(runs, references)
 
-    def _later_differences(self, runs: list[Run], reference: Run) -> Iterator[str]:
+    def _later_differences(self, runs: list[Run], references: list[Run]) -> Iterator[str]:
         # Replicas have statistics of their own samples; where these are used, ranks must agree.
         by_replica = self.program.network == "batch_norm" and self.waves > 1
         tolerance = Tolerance.of(self.program)
         for rank, run in enumerate(runs):
+            reference = references[rank % len(references)]
             for what in ("epochs", "validations"):
                 expected = getattr(runs[0] if by_replica else reference, what)
                 yield from _other_values(f"rank {rank}: {what}", expected, getattr(run, what), 3 * tolerance.loss)
+            if not by_replica:
+                yield from tensor_differences(
+                    f"rank {rank}, after fit: ", reference.after, run.after, 3 * tolerance.tensors
+                )
             buffers = {name: value for name, value in run.tensors.items() if name.startswith("buffer ")}
             others = {name: value for name, value in reference.tensors.items() if "metric" not in name}
             if by_replica:
@@ -164,8 +180,12 @@ def _other_values(
                 yield f"{what} {place}: {key} {ours.get(key, math.nan):.8g} instead of {value:.8g}"
 
 
-def _other_samples(runs: list[Run], reference: Run, step: int) -> Iterator[str]:
-    expected = sorted(reference.ids[step])
+def _mean_loss(runs: list[Run], step: int) -> float:
+    return sum(run.losses[step] for run in runs) / len(runs)
+
+
+def _other_samples(runs: list[Run], references: list[Run], step: int) -> Iterator[str]:
+    expected = sorted(each for run in references for each in run.ids[step])
     read = sorted({each for run in runs for each in run.ids[step]})
     if read != sorted(set(expected)):
         yield f"samples of step {step}: {read} instead of {expected}"

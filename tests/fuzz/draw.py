@@ -25,13 +25,15 @@ def _weights(text: str) -> dict[str, float]:
 
 
 NETWORKS = _weights(
-    "mlp 3, scaled 2, batch_norm 1, mixed 2, conv 1.5, transformer 4, tied 3, encoder 2, gru 1.5, mixed_sequence 1.5"
+    "mlp 3, scaled 2, batch_norm 1, mixed 2, conv 1.5, transformer 4, tied 3, encoder 2, gru 1, "
+    "lstm 1, mixed_sequence 1, two_names 1, conditioned 1.5, dropping 1.5"
 )
 LOSSES = _weights(
     "cross_entropy 2, mse 2, later_term 2, per_sample_mean 1, sum_loss 1, ignoring 3, smoothed 2, class_weighted 2, "
-    "masked_mean 3, indexed_mean 2, two_terms 2, later_masked_term 2, rmse 1, contrastive 1, noisy 1.5, drawn_mask 1"
+    "masked_mean 3, indexed_mean 2, two_terms 2, later_masked_term 2, rmse 1, contrastive 1, noisy 1.5, drawn_mask 1, "
+    "pulled 0.7"
 )
-MODULES = _weights("Trained 6, Measured 3, Metrics 3, Rooted 2, Taught 1, ByHand 2")
+MODULES = _weights("Trained 6, Measured 3, Metrics 3, Rooted 2, Taught 1, ByHand 2, Typed 1, Tracking 1")
 LOADERS = _weights(
     "plain 6, dropping 1, shuffled 2, own_sampler 1.5, own_batch_sampler 1.5, bulk 1, stream 1, ragged 2, combined 0.7"
 )
@@ -63,6 +65,7 @@ def program_of(seed: int) -> Program:
         rest=g.choice([0, 0, 1, 3, 4, 6]),
         padded_from=g.choice([-1, 0, 8, 16, 16]),
         validation=_any(g, {"": 1, "epoch": 2, "steps": 1}),
+        after=_any(g, _weights("nothing 6, validate 1, test 1, predict 1, all 1")),
         callbacks=_callbacks(g),
         stop=g.choice([0, 0, *range(1, epochs * steps)]),
         seed=seed,
@@ -71,7 +74,7 @@ def program_of(seed: int) -> Program:
 
 
 def _callbacks(g: random.Random) -> tuple[str, ...]:
-    return tuple(name for name in CALLBACKS if g.random() < (0.03 if name == "swa" else 0.08))
+    return tuple(name for name in CALLBACKS if g.random() < (0.03 if name in ("swa", "ema") else 0.08))
 
 
 def _made_consistent(program: Program) -> Program:
@@ -86,9 +89,13 @@ def _made_consistent(program: Program) -> Program:
     if program.scheduler.startswith("plateau") and program.module == "ByHand":
         changed |= {"scheduler": "warmup"}
     if not program.validation:
-        changed |= {"callbacks": tuple(each for each in program.callbacks if each in ("norms", "average", "swa"))}
+        changed |= {
+            "callbacks": tuple(each for each in program.callbacks if each in ("norms", "average", "swa", "ema"))
+        }
     if program.module == "Taught" or "swa" in program.callbacks or program.loader == "stream":
         changed |= {"stop": 0}
+    elif program.network == "dropping":
+        changed |= {"stop": program.stop or program.steps}
     if program.loader == "stream":
         changed |= {"rest": 0}
     if "swa" in program.callbacks and (
@@ -97,6 +104,8 @@ def _made_consistent(program: Program) -> Program:
         changed |= {"callbacks": tuple(each for each in program.callbacks if each != "swa")}
     if program.validation == "steps" and program.loader in ("stream",):
         changed |= {"validation": "epoch"}
+    if "swa" in changed["callbacks"] and "ema" in changed["callbacks"]:
+        changed |= {"callbacks": tuple(each for each in changed["callbacks"] if each != "ema")}
     return Program(**changed)
 
 
@@ -109,7 +118,9 @@ def cells_of(seed: int, program: Program) -> list[str]:
         if possible:
             found.append(_any(g, possible))
             del possible[found[-1]]
-    if program.stop and found:
+    if program.drops:
+        found = [f"{name}>{name}" for name in found if program.stop]
+    elif program.stop and found:
         first = g.choice(found)
         second = first if g.random() < 0.4 else _any(g, {**possible, **dict.fromkeys(found, 1)})
         found[found.index(first)] = f"{first}>{second}"

@@ -37,6 +37,12 @@ class Trained(pl.LightningModule):
         batch = batch.get("a", batch)
         self.log("val_loss", self.criterion(self, batch))
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.criterion(self, batch.get("a", batch)))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch.get("a", batch)["x"])
+
     def configure_optimizers(self) -> Any:
         return self.make_optimizers(self)
 
@@ -88,6 +94,34 @@ class Rooted(Trained):
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.steps.fill_(self.global_step)
+
+
+class Typed(Trained):
+    """Has parameters of other dtypes: a float64 factor, and frozen integers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.factor = nn.Parameter(torch.full((4,), 1.1, dtype=torch.float64))
+        self.shifts = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        return out * self.factor.mean().to(out.dtype) + 0.01 * self.shifts.sum().to(out.dtype)
+
+
+class Tracking(Trained):
+    """Keeps running statistics in buffers, which its loss uses."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * (1.0 + 0.1 * self.mean)
+        self.mean.lerp_(loss.detach().to(self.mean.dtype), 0.3)
+        self.samples += len(batch.get("a", batch)["id"])
+        return loss
 
 
 class Taught(Trained):

@@ -106,6 +106,42 @@ class GruBlock(nn.Module):
         return x + self.gru(x)[0]
 
 
+class LstmBlock(nn.Module):
+    """A residual LSTM of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(DIM, DIM, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(x)[0]
+
+
+class DroppingBlock(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(DIM, 2 * DIM), nn.Dropout(0.2), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(F.gelu(self.up(x))))
+
+
+class ConditionedBlock(nn.Module):
+    """A residual block with an optional argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.condition, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor, c: Tensor | None = None) -> Tensor:
+        hidden = self.up(x)
+        if c is not None:
+            hidden = hidden + self.condition(c)
+        return x + self.down(F.silu(hidden))
+
+
 class Mlp(nn.Module):
     """A stem, residual blocks, a norm and a head, on vectors."""
 
@@ -167,6 +203,29 @@ class TiedLanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Conditioned(nn.Module):
+    """Blocks that also get the stem's output."""
+
+    def __init__(self, block: type[nn.Module] = ConditionedBlock) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, CLASSES)
+        self.blocks = nn.ModuleList(block() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = c = self.stem(x)
+        for block in self.blocks:
+            x = block(x, c)
+        return self.head(x)
+
+
+class TwoNames(Sequence):
+    """An embedding that has two names."""
+
+    def __init__(self, block: type[nn.Module] = AttentionBlock) -> None:
+        super().__init__(block)
+        self.tokens = self.wte
 
 
 class Encoder(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 
 from tests.fuzz import data, losses, modules, networks, pieces
 
@@ -27,13 +27,18 @@ NETWORKS: dict[str, tuple[Any, Any]] = {
     "tied": (networks.TiedLanguageModel, None),
     "encoder": (networks.Encoder, None),
     "gru": (networks.Sequence, networks.GruBlock),
+    "lstm": (networks.Sequence, networks.LstmBlock),
+    "two_names": (networks.TwoNames, None),
+    "conditioned": (networks.Conditioned, None),
+    "dropping": (networks.Mlp, networks.DroppingBlock),
     "mixed_sequence": (networks.Sequence, networks.MixedBlock),
 }
-SEQUENCES = ("transformer", "tied", "encoder", "gru", "mixed_sequence")
+SEQUENCES = ("transformer", "tied", "encoder", "gru", "lstm", "two_names", "mixed_sequence")
 CALLBACKS: dict[str, Callable[[], Any]] = {
     "norms": pieces.Norms,
     "average": pieces.Average,
     "early_stopping": partial(EarlyStopping, "val_loss", patience=1, strict=False),
+    "ema": partial(EMAWeightAveraging, decay=0.8),
     "swa": partial(StochasticWeightAveraging, swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1),
     "checkpoint": partial(ModelCheckpoint, "saved", monitor="val_loss", save_top_k=1, save_last=True),
 }
@@ -41,6 +46,8 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
 MEANS = ("cross_entropy", "mse", "later_term", "per_sample_mean")
 # Losses that draw random numbers.
 RANDOM = ("noisy", "drawn_mask")
+# What is not the same in any equal parts of a batch, though the loss may be a mean.
+BY_BATCH = ("batch_norm", "Tracking", "pulled")
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Program:
         epochs, steps: epochs, and steps per epoch.
         rest: samples of an incomplete last step of each epoch.
         padded_from: the first sample with targets that do not count; -1: none.
+        after: what follows ``fit``: ``validate``, ``test``, ``predict``, ``all`` of them, twice, or nothing.
         validation: ``epoch``, ``steps`` (every second) or nothing; validation data have an incomplete last batch.
         callbacks: names of callbacks.
         stop: step after which the run is saved and stopped, to be resumed under another layout; 0: none.
@@ -77,6 +85,7 @@ class Program:
     rest: int = 0
     padded_from: int = -1
     validation: str = ""
+    after: str = ""
     callbacks: tuple[str, ...] = ()
     stop: int = 0
     seed: int = 0
@@ -84,7 +93,12 @@ class Program:
     @property
     def is_mean(self) -> bool:
         """Whether the loss of a batch is the mean of those of its samples."""
-        return self.loss in MEANS and self.loader != "ragged" and self.network != "batch_norm"
+        return self.loss in MEANS and self.loader != "ragged" and not {self.network, self.module} & {*BY_BATCH}
+
+    @property
+    def drops(self) -> bool:
+        """Whether layouts draw numbers of their own: a run is then compared with the same one, uninterrupted."""
+        return self.network == "dropping"
 
     @property
     def per_epoch(self) -> int:

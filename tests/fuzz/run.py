@@ -32,6 +32,7 @@ class Run:
         steps: learning rates and logged values after each step.
         epochs, validations: logged values at each end.
         tensors: parameters and buffers at the end.
+        after: values and predictions of what followed ``fit``.
         error, ours, when, changed, trace: of an error; see :class:`tests.zoo.cells.Run`.
     """
 
@@ -42,6 +43,7 @@ class Run:
     epochs: list[Values] = field(default_factory=list)
     validations: list[Values] = field(default_factory=list)
     tensors: Numbers = field(default_factory=dict)
+    after: Numbers = field(default_factory=dict)
     error: str = ""
     ours: bool = False
     when: float = 0.0
@@ -90,7 +92,7 @@ class Recorder(pl.Callback):
 
     def _keep_epoch(self, trainer: Any) -> None:
         found = {key: value for key, value in _values(trainer).items() if not key.endswith(("_step", "_norm"))}
-        if self.run.steps and found:
+        if found:
             self.run.epochs.append(found)
 
 
@@ -121,6 +123,7 @@ def train(
         torch.manual_seed(5)
         _fit(program, trainer, module, GLOBAL_BATCH // parts, resumes)
         run.tensors = tensors_of(trainer, module, layout)
+        run.after = _after(program, trainer, module)
         if layout is not None:
             from trainwright.strategies.contract.collectives.ranks import ranks_of
 
@@ -139,6 +142,21 @@ def train(
 def _fit(program: Program, trainer: Any, module: Any, batch: int, resumes: str | None) -> None:
     training, validating = make_loaders(program, batch)
     trainer.fit(module, training, validating if program.validation else None, ckpt_path=resumes)
+
+
+def _after(program: Program, trainer: Any, module: Any) -> Numbers:
+    """Evaluate twice after training."""
+    found: Numbers = {}
+    verbs = ("validate", "test", "predict") if program.after == "all" else (program.after,) if program.after else ()
+    for verb in (*verbs, *verbs):
+        _, loader = make_loaders(program, GLOBAL_BATCH)
+        if verb == "predict":
+            rows = [row.reshape(-1).double() for batch in trainer.predict(module, loader) for row in batch]
+            found |= {f"{len(found)} prediction": torch.cat(rows).numpy()}
+        else:
+            values = getattr(trainer, verb)(module, loader, verbose=False)[0]
+            found |= {f"{len(found)} {key}": torch.tensor(value).double().numpy() for key, value in values.items()}
+    return found
 
 
 def _trainer(program: Program, layout: str | None, parts: int, callbacks: list[Any]) -> Any:
