@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,12 +48,12 @@ def main() -> int:
         for seed in seeds_of(arguments.seeds):
             program = program_of(seed)
             for cell in arguments.cell or cells_of(seed, program):
-                outcome = run_cell(pool, program, cell)
+                outcome = run_cell(pool.run, program, cell)
                 counts[outcome.kind] += 1
                 if outcome.is_failure or arguments.cell or (outcome.kind == "refused" and not arguments.quiet):
                     print(f"{seed} {cell} | {outcome}\n    {program}", flush=True)
                 if outcome.is_failure and arguments.shrink:
-                    small, on, said = shrunk(pool, program, cell, outcome)
+                    small, on, said = shrunk(partial(run_cell, pool.run), program, cell, outcome)
                     name = f"fuzz_{seed}_{cell.replace('>', '_to_')}.py"
                     Path(arguments.scripts, name).write_text(script(small, on))
                     print(f"    shrunk: {on} | {said}\n    {small}\n    {arguments.scripts}/{name}", flush=True)

@@ -13,7 +13,7 @@ from tests.fuzz.compare import Cell, joined
 from tests.fuzz.layouts import LAYOUTS
 from tests.fuzz.program import Program
 from tests.fuzz.run import Run, train
-from tests.pool import RankError, RankPool, RankTimeout
+from tests.pool import RankError, RankTimeout
 
 TIMEOUT = 40.0
 
@@ -114,9 +114,9 @@ def _place(trace: str) -> str:
     return (ours or lines or [""])[-1].replace('File "', "").rpartition("/src/")[2]
 
 
-def run_cell(pool: RankPool, program: Program, cell: str) -> Outcome:
+def run_cell(ranks: Callable[..., list[Any]], program: Program, name: str) -> Outcome:
     """Return the outcome of a cell; that of a program that one process cannot run is ``undefined``."""
     try:
-        return tried(pool.run, References(pool.run), program, cell)
+        return tried(ranks, References(ranks), program, name)
     except AssertionError as error:
         return Outcome("undefined", _line(str(error)[-300:], 300))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tests.fuzz.layouts import LAYOUTS, Layout
-from tests.fuzz.program import RANDOM, SEQUENCES, Program
+from tests.fuzz.program import BY_BATCH_ALONE, ONCE_PER_BATCH, RANDOM, SEQUENCES, Program
 from tests.fuzz.run import Run
 from tests.zoo.cells import tensor_differences
 
@@ -32,18 +32,14 @@ class Tolerance:
 
 def comparable(program: Program, layout: Layout) -> bool:
     """Return whether a layout has the numbers of one process by design."""
-    parts = layout.parts(program)
+    parts, used = layout.parts(program), program.components
     if layout.strategy == "single" and program.loader == "shuffled":
         return False  # compared with itself
     if "context" in layout.options and program.network not in SEQUENCES:
         return False
-    if program.loss in RANDOM and parts > 1:
+    if parts > 1 and used & {*RANDOM, *BY_BATCH_ALONE}:
         return False
-    if program.scheduler == "plateau_by_step" and (parts > layout.data_ranks or (parts > 1 and not program.is_mean)):
-        return False
-    if parts > 1 and {program.loss, program.module} & {"pulled", "Tracking"}:
-        return False
-    if program.module == "ByHand" and (program.accumulation > 1 or (parts > 1 and not program.is_mean)):
+    if used & {*ONCE_PER_BATCH} and not (parts == 1 or (parts == layout.data_ranks and program.is_mean)):
         return False
     return parts == 1 or program.rest == 0 or program.is_mean
 

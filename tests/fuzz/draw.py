@@ -7,11 +7,9 @@ from typing import TypeVar
 
 from tests.fuzz.compare import comparable
 from tests.fuzz.layouts import LAYOUTS
-from tests.fuzz.program import CALLBACKS, SEQUENCES, Program
+from tests.fuzz.program import BY_BATCH_ALONE, CALLBACKS, ONCE_PER_BATCH, RANDOM, SEQUENCES, Program
 
 T = TypeVar("T")
-# Layouts of a program, on average.
-CELLS = 2.5
 
 
 def _any(generator: random.Random, weighted: dict[T, float]) -> T:
@@ -95,8 +93,10 @@ def _made_consistent(program: Program) -> Program:
     if program.module == "Taught" or "swa" in program.callbacks or program.loader == "stream":
         changed |= {"stop": 0}
     elif program.network == "dropping":
-        changed |= {"stop": program.stop or program.steps}
-    if program.loader == "stream":
+        changed |= {"stop": program.stop or program.steps - 1}
+    if program.components & {*RANDOM, *BY_BATCH_ALONE, *ONCE_PER_BATCH}:
+        changed |= {"accumulation": 1}
+    if program.loader == "stream" or (not program.is_mean and program.seed % 4):
         changed |= {"rest": 0}
     if "swa" in program.callbacks and (
         changed["scheduler"].startswith("plateau") or program.module == "ByHand" or program.epochs < 2
@@ -114,7 +114,7 @@ def cells_of(seed: int, program: Program) -> list[str]:
     g = random.Random(f"layouts {seed}")
     possible = {name: layout.weight for name, layout in LAYOUTS.items() if comparable(program, layout)}
     found: list[str] = []
-    for _ in range(g.choice([2, 2, 3, 3])):
+    for _ in range(g.choice([2, 3, 3])):
         if possible:
             found.append(_any(g, possible))
             del possible[found[-1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -46,8 +46,10 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
 MEANS = ("cross_entropy", "mse", "later_term", "per_sample_mean")
 # Losses that draw random numbers.
 RANDOM = ("noisy", "drawn_mask")
-# What is not the same in any equal parts of a batch, though the loss may be a mean.
-BY_BATCH = ("batch_norm", "Tracking", "pulled")
+# What one process does as a layout only with the same batches.
+BY_BATCH_ALONE = ("pulled", "Tracking")
+# What happens once per batch: a layout must have as many of them as one process.
+ONCE_PER_BATCH = ("plateau_by_step", "Taught", "average", "ByHand")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,13 @@ class Program:
     @property
     def is_mean(self) -> bool:
         """Whether the loss of a batch is the mean of those of its samples."""
-        return self.loss in MEANS and self.loader != "ragged" and not {self.network, self.module} & {*BY_BATCH}
+        return self.loss in MEANS and self.loader != "ragged" and self.network != "batch_norm"
+
+    @property
+    def components(self) -> set[str]:
+        """Names of what it is made of."""
+        named = (self.network, self.loss, self.module, self.optimizer, self.scheduler, self.loader)
+        return {*named, *self.callbacks}
 
     @property
     def drops(self) -> bool:
@@ -105,18 +113,18 @@ class Program:
         """Optimizer steps of an epoch."""
         return self.steps + (self.rest > 0 and self.loader != "dropping")
 
-    def simpler(self) -> list[Program]:
-        """Return programs with one slot nearer to its default each."""
-        plain, found = Program(seed=self.seed), []
+    def simplifications(self) -> list[dict[str, Any]]:
+        """Return new values of slots, each nearer to the default."""
+        plain, found = Program(), list[dict[str, Any]]()
         for slot in fields(self):
             mine, default = getattr(self, slot.name), getattr(plain, slot.name)
-            if mine == default:
+            if mine == default or slot.name == "seed":
                 continue
-            found.append(replace(self, **{slot.name: default}))
+            found.append({slot.name: default})
             if isinstance(mine, tuple) and len(mine) > 1:
-                found += [replace(self, callbacks=tuple(each for each in mine if each != name)) for name in mine]
-            if slot.name in ("stop", "epochs") and mine > default + 1:
-                found.append(replace(self, **{slot.name: mine - 1}))
+                found += [{slot.name: (name,)} for name in mine]
+            elif isinstance(mine, int) and not isinstance(mine, bool) and mine > default + 1:
+                found.append({slot.name: mine - 1})
         return found
 
     def __str__(self) -> str:
