@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,6 +35,11 @@ class Outcome:
     def is_failure(self) -> bool:
         """Whether the product is at fault."""
         return self.kind in ("wrong", "hung", "crashed")
+
+    @property
+    def subject(self) -> tuple[str, ...]:
+        """The kind, and the first words of the text without numbers."""
+        return (self.kind, *re.findall(r"[A-Za-z]{3,}", self.text)[:3])
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}" if self.text else self.kind

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from tests.fuzz.compare import comparable
 from tests.fuzz.layouts import LAYOUTS
@@ -75,38 +77,33 @@ def _callbacks(g: random.Random) -> tuple[str, ...]:
     return tuple(name for name in CALLBACKS if g.random() < (0.03 if name in ("swa", "ema") else 0.08))
 
 
+# Options that Lightning does not take together, or that have no effect: (whether a program has them, what it gets).
+Rule = tuple[Callable[[Program], bool], Callable[[Program], dict[str, Any]]]
+RULES: list[Rule] = [
+    (lambda p: p.module == "ByHand", lambda p: {"clip": "", "scheduler": "warmup" if p.scheduler else ""}),
+    (lambda p: p.network not in SEQUENCES and p.loader == "ragged", lambda p: {"loader": "plain"}),
+    (lambda p: p.scheduler == "plateau_on_validation" or p.loader == "stream", lambda p: {"validation": "epoch"}),
+    (lambda p: not p.validation, lambda p: _without(p, "early_stopping", "checkpoint")),
+    (lambda p: "swa" in p.callbacks, lambda p: _without(p, "ema")),
+    (lambda p: p.scheduler.startswith("plateau") or p.module == "ByHand" or p.epochs < 2, lambda p: _without(p, "swa")),
+    # Their state is not in a checkpoint of a step: hooks run after it is saved, or a stream starts anew.
+    (lambda p: p.module == "Taught" or "swa" in p.callbacks or p.loader == "stream", lambda p: {"stop": 0}),
+    (lambda p: p.drops and not p.stop, lambda p: {"stop": p.steps - 1}),
+    (lambda p: bool(p.components & {*RANDOM, *BY_BATCH_ALONE, *ONCE_PER_BATCH}), lambda p: {"accumulation": 1}),
+    # Few layouts are comparable then.
+    (lambda p: p.loader == "stream" or (not p.is_mean and p.seed % 4 != 0), lambda p: {"rest": 0}),
+]
+
+
+def _without(program: Program, *names: str) -> dict[str, Any]:
+    return {"callbacks": tuple(each for each in program.callbacks if each not in names)}
+
+
 def _made_consistent(program: Program) -> Program:
-    """Return the program without options that Lightning itself does not take, or that make no sense together."""
-    changed = dict(vars(program))
-    if program.module == "ByHand":
-        changed |= {"clip": "", "accumulation": 1}
-    if program.network not in SEQUENCES and program.loader == "ragged":
-        changed |= {"loader": "plain"}
-    if program.scheduler == "plateau_on_validation" and program.validation != "epoch":
-        changed |= {"validation": "epoch"}
-    if program.scheduler.startswith("plateau") and program.module == "ByHand":
-        changed |= {"scheduler": "warmup"}
-    if not program.validation:
-        changed |= {
-            "callbacks": tuple(each for each in program.callbacks if each in ("norms", "average", "swa", "ema"))
-        }
-    if program.module == "Taught" or "swa" in program.callbacks or program.loader == "stream":
-        changed |= {"stop": 0}
-    elif program.network == "dropping":
-        changed |= {"stop": program.stop or program.steps - 1}
-    if program.components & {*RANDOM, *BY_BATCH_ALONE, *ONCE_PER_BATCH}:
-        changed |= {"accumulation": 1}
-    if program.loader == "stream" or (not program.is_mean and program.seed % 4):
-        changed |= {"rest": 0}
-    if "swa" in program.callbacks and (
-        changed["scheduler"].startswith("plateau") or program.module == "ByHand" or program.epochs < 2
-    ):
-        changed |= {"callbacks": tuple(each for each in program.callbacks if each != "swa")}
-    if program.validation == "steps" and program.loader in ("stream",):
-        changed |= {"validation": "epoch"}
-    if "swa" in changed["callbacks"] and "ema" in changed["callbacks"]:
-        changed |= {"callbacks": tuple(each for each in changed["callbacks"] if each != "ema")}
-    return Program(**changed)
+    for has, changes in RULES:
+        if has(program):
+            program = replace(program, **changes(program))
+    return program
 
 
 def cells_of(seed: int, program: Program) -> list[str]:

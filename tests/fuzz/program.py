@@ -123,7 +123,7 @@ class Program:
             found.append({slot.name: default})
             if isinstance(mine, tuple) and len(mine) > 1:
                 found += [{slot.name: (name,)} for name in mine]
-            elif isinstance(mine, int) and not isinstance(mine, bool) and mine > default + 1:
+            elif isinstance(mine, int) and slot.name in ("epochs", "steps", "stop", "rest") and mine > default + 1:
                 found.append({slot.name: mine - 1})
         return found
 

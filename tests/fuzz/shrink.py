@@ -17,7 +17,7 @@ MOST_TRIES = 60
 def shrunk(
     run: Callable[[Program, str], Outcome], program: Program, cell: str, outcome: Outcome
 ) -> tuple[Program, str, Outcome]:
-    """Return the simplest program and cell found whose outcome is of the same kind, and that outcome.
+    """Return the simplest program and cell found that fail in the same way, and their outcome.
 
     Args:
         run: runs a cell; called at most :data:`MOST_TRIES` times.
@@ -33,7 +33,7 @@ def shrunk(
                 continue
             known.add(simpler)
             got = run(*simpler)
-            if got.kind == outcome.kind:
+            if got.subject == outcome.subject:
                 (program, cell), outcome, changed = simpler, got, True
     return program, cell, outcome
 
