@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ def test_seed(ranks: Any, seed: int, cell: str) -> None:
     assert outcome.kind in ("equal", "refused"), outcome
 
 
-def test_seeds_draw_the_same_programs_everywhere() -> None:
-    """What one seed draws does not depend on the process."""
-    code = "from tests.fuzz.draw import *; print([(program_of(s), cells_of(s, program_of(s))) for s in range(20)])"
-    printed = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.strip() == str([(program_of(seed), cells_of(seed, program_of(seed))) for seed in range(20)])
+def drawn() -> str:
+    """Return what seeds draw."""
+    return str([(program_of(seed), cells_of(seed, program_of(seed))) for seed in range(50)])
+
+
+def test_seeds_draw_the_same_in_every_process(ranks: Any) -> None:
+    assert ranks(drawn, 1, init_group=False) == [drawn()]
 
 
 def test_every_component_and_layout_is_drawn() -> None:
@@ -53,24 +53,16 @@ NOT_MEANS = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("loss", NOT_MEANS)
+@pytest.mark.parametrize("loss", [*NOT_MEANS, *(name for name in MEANS if name != "per_sample_mean")])
 def test_wrong_weights_of_micro_batches_are_seen(ranks: Any, loss: str, double: bool) -> None:
-    """The mean of two halves' losses is not the loss of a batch, and the comparison says so."""
+    """The mean of the losses of two halves is that of a batch for means over samples only, which is seen."""
     program = Program(network="transformer", loss=loss, padded_from=16, steps=5, double=double)
     whole, halves = (ranks(train, 1, program, None, parts, init_group=False) for parts in (1, 2))
-    found = list(Cell(program, ("pipeline",)).differences(halves, whole))
-    assert "loss of step 2" in found[0] if loss not in ("sum_loss", "rmse", "class_weighted") else found
-    assert any("parameter" in text or "net." in text for text in found)
-
-
-@pytest.mark.parametrize("loss", [name for name in MEANS if name != "per_sample_mean"])
-def test_means_are_those_of_any_equal_parts(ranks: Any, loss: str) -> None:
-    program = Program(network="transformer", loss=loss, padded_from=16, steps=5)
-    whole, halves = (ranks(train, 1, program, None, parts, init_group=False) for parts in (1, 2))
-    found = list(Cell(program, ("pipeline",)).differences(halves, whole))
-    assert [text for text in found if "loss_step" not in text and "0 samples" not in text] == []
+    found = [text for text in Cell(program, ("pipeline",)).differences(halves, whole) if "loss_" not in text]
+    assert bool(found) == (loss in NOT_MEANS), found
+    assert any("loss of step 2" in text for text in found) == any("net." in text for text in found) == bool(found)
 
 
 def test_failures_are_shrunk_to_what_they_need() -> None:
@@ -80,7 +72,10 @@ def test_failures_are_shrunk_to_what_they_need() -> None:
 
     seed = next(seed for seed in range(1000) if _is_masked(program_of(seed)))
     program, cell, outcome = shrunk(run, program_of(seed), "zero3>gpipe", Outcome("wrong"))
-    assert (program, cell) == (Program(loss="masked_mean", padded_from=1, seed=seed), "gpipe")
+    assert (program, cell) == (
+        Program(loss="masked_mean", padded_from=program_of(seed).padded_from, seed=seed),
+        "gpipe",
+    )
     assert outcome.is_failure
 
 
@@ -88,20 +83,29 @@ def _is_masked(program: Program) -> bool:
     return program.loss == "masked_mean" and program.padded_from > 0 and program.stop > 0 and bool(program.callbacks)
 
 
-def run_script(text: str, *arguments: str) -> float:
+def run_script(path: str, *arguments: str) -> float:
     """Run a script on the ranks of the default process group; return the sum of weights that it prints."""
-    sys.argv = ["script.py", *arguments]
-    scope: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(text, "script.py", "exec"), scope)
-    return float(scope["total"])
+    sys.argv = [path, *arguments]
+    spec = importlib.util.spec_from_file_location("fuzz_script", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules["fuzz_script"] = module  # where the source of its classes is looked up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["fuzz_script"]
+    return float(module.total)
 
 
-def test_scripts_reproduce_programs(ranks: Any) -> None:
+def test_scripts_reproduce_programs(ranks: Any, tmp_path: Path) -> None:
     program = Program(network="tied", loss="ignoring", optimizer="grouped", scheduler="warmup", padded_from=16)
     text = script(program, "zero2")
     assert "tests" not in text
-    (expected,) = ranks(run_script, 1, text, init_group=False)
-    assert ranks(run_script, 2, text, "zero2") == pytest.approx([expected] * 2, rel=1e-9)
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    (expected,) = ranks(run_script, 1, str(path), init_group=False)
+    assert ranks(run_script, 2, str(path), "zero2") == pytest.approx([expected] * 2, rel=1e-9)
     (own,) = ranks(train, 1, program, None, 2, init_group=False)
     assert sum(abs(value).sum() for name, value in own.tensors.items() if "buffer" not in name) == pytest.approx(
         expected
