@@ -86,7 +86,7 @@ def _run(ranks: Callable[..., list[Any]], cell: Cell, expected: list[Run], path:
     runs: list[Run] = []
     for place, name in enumerate(cell.names):
         saves, resumes = path if place < len(cell.names) - 1 else "", path if place else None
-        options = (cell.program, name, cell.parts, 1, saves, resumes)
+        options = (cell.program, name, cell.parts_under(name), 1, saves, resumes)
         try:
             answers = ranks(train, LAYOUTS[name].ranks, *options, timeout=TIMEOUT)
         except RankTimeout as error:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.fuzz import data, losses, modules, pieces
-from tests.fuzz.layouts import LAYOUTS, Layout
+from tests.fuzz.compare import Cell
 from tests.fuzz.program import CALLBACKS, GLOBAL_BATCH, NETWORKS, SEQUENCES, Program, trainer_options
 
 FUTURE = "from __future__ import annotations\n"
@@ -36,7 +36,7 @@ class Print(pl.Callback):
         print(f"rank {{trainer.global_rank}}, step {{trainer.global_step}}: {{ids}} {{shown}}", flush=True)
 
 
-# Strategy, options, ranks, ranks that read different samples.
+# Strategy, options, ranks, batch size of a rank, accumulation.
 LAYOUTS = {{
 {layouts}
 }}
@@ -52,9 +52,8 @@ if layout == "lightning":
     batch = {whole}
     trainer = pl.Trainer(devices=1, accumulate_grad_batches={parts}, **options)
 else:
-    strategy, chosen, ranks, data_ranks = LAYOUTS[layout]
-    batch = {global_batch} // {all_parts}
-    options |= dict(strategy=make_strategy(strategy, **chosen), accumulate_grad_batches={all_parts} // data_ranks)
+    strategy, chosen, ranks, batch, accumulation = LAYOUTS[layout]
+    options |= dict(strategy=make_strategy(strategy, **chosen), accumulate_grad_batches=accumulation)
     trainer = trainwright.Trainer(devices=ranks, **options)
 torch.manual_seed(5)
 loaders = data(batch)
@@ -89,9 +88,8 @@ def script(program: Program, cell: str) -> str:
 
 
 def _main(program: Program, cell: str, names: list[str], network: Any, block: Any, kind: Any) -> str:
-    layouts: list[Layout] = [LAYOUTS[name] for name in names]
-    parts = max(layout.parts(program) for layout in layouts)
-    whole = program.is_mean or parts == 1
+    found = Cell(program, tuple(names))
+    parts = 1 if found.is_whole else found.parts
     padded = None if program.padded_from < 0 else program.padded_from
     form = "plain" if program.loader in ("shuffled", "dropping") else program.loader
     options = trainer_options(program)
@@ -108,8 +106,9 @@ def _main(program: Program, cell: str, names: list[str], network: Any, block: An
         loader=program.loader,
         evaluated=f"{form}(held_out, 4)" if program.validation else "None",
         layouts="\n".join(
-            f"    {name!r}: ({each.strategy!r}, {each.options!r}, {each.ranks}, {each.data_ranks}),"
-            for name, each in zip(names, layouts, strict=True)
+            f"    {name!r}: ({each.strategy!r}, {each.options!r}, {each.ranks}, {GLOBAL_BATCH // parts}, {parts // each.data_ranks}),"
+            for name, each in zip(names, found.layouts, strict=True)
+            for parts in [found.parts_under(name)]
         ),
         seed=program.seed,
         module=program.module,
@@ -120,10 +119,8 @@ def _main(program: Program, cell: str, names: list[str], network: Any, block: An
         callbacks=", ".join(_callback(name) for name in program.callbacks) or "",
         stopper=STOPPER.format(stop=program.stop) if ">" in cell else "",
         fit=RESUMABLE_FIT if ">" in cell else "trainer.fit(module, *loaders)",
-        whole=GLOBAL_BATCH // (1 if whole else parts),
-        parts=1 if whole else parts,
-        all_parts=parts,
-        global_batch=GLOBAL_BATCH,
+        whole=GLOBAL_BATCH // parts,
+        parts=parts,
     ).replace("[, ", "[")
 
 

@@ -179,22 +179,32 @@ def _local(tensor: Any) -> Tensor:
 
 
 def train(
-    theme: str, name: str, layout: str | None, certifies: bool = True, saves: str = "", resumes: str | None = None
+    theme: str,
+    name: str,
+    layout: str | None,
+    certifies: bool = True,
+    saves: str = "",
+    resumes: str | None = None,
+    after: int = 1,
+    steps: int | None = None,
 ) -> Run | Last:
     """Train a row under ``layout`` on the ranks of the default process group; ``None``: with Lightning, alone.
 
     Args:
         theme, name, layout: which.
         certifies: whether the run has the certificate that it has by default.
-        saves: path of a checkpoint of the first step; empty: none.
+        saves: path of a checkpoint; empty: none.
         resumes: path of a checkpoint to resume.
+        after: steps after which it is saved.
+        steps: optimizer steps of the whole run; ``None``: the row's.
     """
     warnings.simplefilter("ignore")
     row, watch, run = find(theme, name), Watch(), Run()
+    row = replace(row, steps=steps or row.steps)
     torch.manual_seed(3)
     module = row.make_module()
     try:
-        trainer, data = _prepared(row, layout, [watch, *([Saver(saves, "batch", 1)] if saves else [])], certifies)
+        trainer, data = _prepared(row, layout, [watch, *([Saver(saves, "batch", after)] if saves else [])], certifies)
         torch.manual_seed(5)
         trainer.fit(module, *(data if isinstance(data, tuple) else [data]), ckpt_path=resumes)
         run.losses = watch.record.losses
@@ -297,21 +307,33 @@ def _compared(row: Row, reference: Run, runs: list[Run], layout: str) -> str:
 
 
 def resumed(
-    ranks: Callable[..., list[Any]], theme: str, row: Row, layouts: tuple[str, str], folder: str, timeout: float
+    ranks: Callable[..., list[Any]],
+    theme: str,
+    row: Row,
+    layouts: tuple[str, str],
+    folder: str,
+    timeout: float,
+    after: int = 1,
+    steps: int | None = None,
 ) -> str:
-    """Save the first step of a row under one layout and resume it under another; returns as :func:`tried` does."""
+    """Save a step of a row under one layout and resume it under another; returns as :func:`tried` does.
+
+    Args:
+        after: the step.
+        steps: optimizer steps in all; ``None``: the row's.
+    """
     path = f"{folder}/saved"
     for layout, saves, resumes in ((layouts[0], path, None), (layouts[1], "", path)):
-        runs = _runs(ranks, timeout, theme, row.name, layout, False, saves, resumes)
+        runs = _runs(ranks, timeout, theme, row.name, layout, False, saves, resumes, after, steps)
         for run in runs:
             assert not run.error, run.trace
-    reference = alone(ranks, theme, row)
+    reference = alone(ranks, theme, row, steps)
     return _compared(row, replace(reference, losses=reference.losses[-len(runs[0].losses) :]), runs, layouts[1])
 
 
-def alone(ranks: Callable[..., list[Any]], theme: str, row: Row) -> Run:
+def alone(ranks: Callable[..., list[Any]], theme: str, row: Row, steps: int | None = None) -> Run:
     """Train a row with Lightning on one process; raises an AssertionError if that fails."""
-    (reference,) = ranks(train, 1, theme, row.name, None, init_group=False)
+    (reference,) = ranks(train, 1, theme, row.name, None, steps=steps, init_group=False)
     assert not reference.error, f"Lightning itself, on one process: {reference.trace}"
     return cast(Run, reference)
 
