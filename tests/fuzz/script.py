@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.fuzz import data, losses, modules, pieces
 from tests.fuzz.compare import Cell
+from tests.fuzz.layouts import LAYOUTS
 from tests.fuzz.program import CALLBACKS, GLOBAL_BATCH, NETWORKS, SEQUENCES, Program, trainer_options
 
 FUTURE = "from __future__ import annotations\n"
@@ -105,11 +106,7 @@ def _main(program: Program, cell: str, names: list[str], network: Any, block: An
         dtype="float64" if program.double else "float32",
         loader=program.loader,
         evaluated=f"{form}(held_out, 4)" if program.validation else "None",
-        layouts="\n".join(
-            f"    {name!r}: ({each.strategy!r}, {each.options!r}, {each.ranks}, {GLOBAL_BATCH // parts}, {parts // each.data_ranks}),"
-            for name, each in zip(names, found.layouts, strict=True)
-            for parts in [found.parts_under(name)]
-        ),
+        layouts="\n".join(_layout(found, name) for name in names),
         seed=program.seed,
         module=program.module,
         network=f"{network.__name__}({'' if block is None else block.__name__})",
@@ -122,6 +119,12 @@ def _main(program: Program, cell: str, names: list[str], network: Any, block: An
         whole=GLOBAL_BATCH // parts,
         parts=parts,
     ).replace("[, ", "[")
+
+
+def _layout(cell: Cell, name: str) -> str:
+    layout, parts = LAYOUTS[name], cell.parts_under(name)
+    batch, accumulation = GLOBAL_BATCH // parts, parts // layout.data_ranks
+    return f"    {name!r}: ({layout.strategy!r}, {layout.options!r}, {layout.ranks}, {batch}, {accumulation}),"
 
 
 def _callback(name: str) -> str:
