@@ -17,6 +17,9 @@ from tests.fuzz.pieces import Interrupted, Stopper
 from tests.fuzz.program import GLOBAL_BATCH, Program, make_callbacks, make_loaders, make_module, trainer_options
 from tests.pool import Last
 from tests.zoo.cells import Numbers, Watch, is_raised_by_us, tensors_of
+from trainwright.strategies.contract.collectives.ranks import ranks_of
+from trainwright.strategies.contract.registry import make_strategy
+from trainwright.trainer.trainer import Trainer
 
 Values = dict[str, float]
 
@@ -60,6 +63,8 @@ class Recorder(pl.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._steps = trainer.global_step
+        if hasattr(trainer.strategy, "ranks"):  # one of this package
+            self.run.data_rank = ranks_of(trainer.strategy).data_rank
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -124,10 +129,6 @@ def train(
         _fit(program, trainer, module, GLOBAL_BATCH // parts, resumes)
         run.tensors = tensors_of(trainer, module, layout)
         run.after = _after(program, trainer, module)
-        if layout is not None:
-            from trainwright.strategies.contract.collectives.ranks import ranks_of
-
-            run.data_rank = ranks_of(trainer.strategy).data_rank
     except Interrupted:
         pass
     except BaseException as error:
@@ -167,9 +168,6 @@ def _trainer(program: Program, layout: str | None, parts: int, callbacks: list[A
         options["val_check_interval"] = 2 * parts // data_ranks
     if layout is None:
         return pl.Trainer(devices=1, accumulate_grad_batches=parts, **options)
-    from trainwright.strategies.contract.registry import make_strategy
-    from trainwright.trainer.trainer import Trainer
-
     chosen = LAYOUTS[layout]
     accumulation = parts // chosen.data_ranks
     if program.precision == "16-mixed":
