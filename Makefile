@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint types docs check thorough zoo gpu snippets dist clean
+.PHONY: help install train test lint types docs check thorough zoo fuzz gpu snippets dist clean
 
 # The first interpreter that answers and is a supported version: a name can exist and still not run
 # (version managers leave such stubs), so each is asked rather than looked up.
@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
 # Processes that `make check` runs tests in.
 WORKERS ?= 2
+# That `make fuzz` draws programs from.
+SEEDS ?= 0-99
 # That `make gpu` tries.
 DEVICE ?= cuda
 
@@ -77,6 +79,9 @@ check thorough:
 
 zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes a sample
 	ZOO=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo
+
+fuzz: install  ## Train programs drawn by seed on one process and under layouts, and compare them (SEEDS=0-99)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(SEEDS) --shrink
 
 gpu: install  ## Try every layout on the GPUs of this machine and write docs/gpu.md (half an hour; DEVICE=cpu: without one)
 	@test "$(DEVICE)" = cpu || $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \

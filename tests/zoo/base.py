@@ -13,10 +13,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 SAMPLES, DIM, CLASSES, LENGTH, VOCABULARY = 24, 16, 4, 8, 24
+# The first sample of the third batch, which differs from the others.
+LATER = 16
+IGNORED = -100
 
 
 class Samples(Dataset):
-    """Samples that are rows of tensors, collated as tuples or as a dictionary."""
+    """Samples that are rows of tensors, collated as tuples or as a dictionary.
+
+    From :data:`LATER` on they are shorter or padded: texts and sequences have half the length, and a dictionary's
+    ``labels`` end with one that does not count; of vectors and pictures, the end is 0.
+
+    Attributes:
+        varies: whether they are.
+    """
+
+    varies = True
 
     def __init__(self, *tensors: Tensor, **named: Tensor) -> None:
         self.tensors, self.named = tensors, named
@@ -26,9 +38,21 @@ class Samples(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         if self.named:
-            return {name: tensor[index] for name, tensor in self.named.items()}
-        rows = tuple(tensor[index] for tensor in self.tensors)
+            return {name: self._row(tensor, index, name) for name, tensor in self.named.items()}
+        rows = tuple(self._row(tensor, index) for tensor in self.tensors)
         return rows if len(rows) > 1 else rows[0]
+
+    def _row(self, tensor: Tensor, index: int, name: str = "") -> Tensor:
+        row = tensor[index]
+        if not self.varies or index < LATER or row.ndim == 0:
+            return row
+        if row.ndim == 2 or not row.is_floating_point():
+            row = row[: -(-len(row) // 2)].clone()
+            if name == "labels":
+                row[-1] = IGNORED
+            return row
+        kept = torch.arange(row.shape[-1]) < -(-row.shape[-1] // 2)
+        return row * kept
 
 
 def _random() -> torch.Generator:
@@ -42,6 +66,17 @@ def _labels(*shape: int, classes: int = CLASSES) -> Tensor:
 def loader(batch: int, *tensors: Tensor, **named: Tensor) -> DataLoader:
     """A loader of these samples, in order."""
     return DataLoader(Samples(*tensors, **named), batch_size=batch)
+
+
+def alike(make: Callable[[int], DataLoader]) -> Callable[[int], DataLoader]:
+    """Data whose later batches do not differ from the first, for modules that take one shape only."""
+
+    def make_alike(batch: int) -> DataLoader:
+        made = make(batch)
+        made.dataset.varies = False
+        return made
+
+    return make_alike
 
 
 def vectors(batch: int) -> DataLoader:

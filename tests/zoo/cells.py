@@ -152,7 +152,7 @@ def find(theme: str, name: str) -> Row:
 # ---- In a rank ------------------------------------------------------------------------------------------------------
 
 
-class _Watch(Losses):
+class Watch(Losses):
     """Keeps the losses and remembers the weights that training began with."""
 
     def __init__(self) -> None:
@@ -179,33 +179,43 @@ def _local(tensor: Any) -> Tensor:
 
 
 def train(
-    theme: str, name: str, layout: str | None, certifies: bool = True, saves: str = "", resumes: str | None = None
+    theme: str,
+    name: str,
+    layout: str | None,
+    certifies: bool = True,
+    saves: str = "",
+    resumes: str | None = None,
+    after: int = 1,
+    steps: int | None = None,
 ) -> Run | Last:
     """Train a row under ``layout`` on the ranks of the default process group; ``None``: with Lightning, alone.
 
     Args:
         theme, name, layout: which.
         certifies: whether the run has the certificate that it has by default.
-        saves: path of a checkpoint of the first step; empty: none.
+        saves: path of a checkpoint; empty: none.
         resumes: path of a checkpoint to resume.
+        after: steps after which it is saved.
+        steps: optimizer steps of the whole run; ``None``: the row's.
     """
     warnings.simplefilter("ignore")
-    row, watch, run = find(theme, name), _Watch(), Run()
+    row, watch, run = find(theme, name), Watch(), Run()
+    row = replace(row, steps=steps or row.steps)
     torch.manual_seed(3)
     module = row.make_module()
     try:
-        trainer, data = _prepared(row, layout, [watch, *([Saver(saves, "batch", 1)] if saves else [])], certifies)
+        trainer, data = _prepared(row, layout, [watch, *([Saver(saves, "batch", after)] if saves else [])], certifies)
         torch.manual_seed(5)
         trainer.fit(module, *(data if isinstance(data, tuple) else [data]), ckpt_path=resumes)
         run.losses = watch.record.losses
         run.logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         if row.observe:
             run.observed = {key: _numbers(value) for key, value in row.observe(trainer, module).items()}
-        run.tensors = _tensors(trainer, module, layout)
+        run.tensors = tensors_of(trainer, module, layout)
     except BaseException as error:
         run.when, run.error, run.trace = time.monotonic(), f"{type(error).__name__}: {error}", traceback.format_exc()
         notes = getattr(error, "__notes__", [])
-        run.error, run.ours = " ".join([run.error, *notes]), _raised_by_us(error) or bool(notes)
+        run.error, run.ours = " ".join([run.error, *notes]), is_raised_by_us(error) or bool(notes)
         with suppress(Exception):
             run.changed = watch.changed()
     # Where ranks are processes of a launcher, it ends those that wait for one that failed.
@@ -228,7 +238,7 @@ def _prepared(row: Row, layout: str | None, first: list[Any], certifies: bool) -
     return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS.get(layout, 1))
 
 
-def _tensors(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
+def tensors_of(trainer: Any, module: pl.LightningModule, layout: str | None) -> Numbers:
     found = dict(module.named_parameters() if layout is None else trainer.strategy.whole_parameters())
     # state_dict() has those of all stages, as a checkpoint would; it gathers every parameter as well.
     buffers = dict(module.named_buffers())
@@ -244,7 +254,7 @@ def _numbers(value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def _raised_by_us(error: BaseException) -> bool:
+def is_raised_by_us(error: BaseException) -> bool:
     """Return whether code of this package raised, rather than a library."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("trainwright.")
@@ -297,21 +307,33 @@ def _compared(row: Row, reference: Run, runs: list[Run], layout: str) -> str:
 
 
 def resumed(
-    ranks: Callable[..., list[Any]], theme: str, row: Row, layouts: tuple[str, str], folder: str, timeout: float
+    ranks: Callable[..., list[Any]],
+    theme: str,
+    row: Row,
+    layouts: tuple[str, str],
+    folder: str,
+    timeout: float,
+    after: int = 1,
+    steps: int | None = None,
 ) -> str:
-    """Save the first step of a row under one layout and resume it under another; returns as :func:`tried` does."""
+    """Save a step of a row under one layout and resume it under another; returns as :func:`tried` does.
+
+    Args:
+        after: the step.
+        steps: optimizer steps in all; ``None``: the row's.
+    """
     path = f"{folder}/saved"
     for layout, saves, resumes in ((layouts[0], path, None), (layouts[1], "", path)):
-        runs = _runs(ranks, timeout, theme, row.name, layout, False, saves, resumes)
+        runs = _runs(ranks, timeout, theme, row.name, layout, False, saves, resumes, after, steps)
         for run in runs:
             assert not run.error, run.trace
-    reference = alone(ranks, theme, row)
+    reference = alone(ranks, theme, row, steps)
     return _compared(row, replace(reference, losses=reference.losses[-len(runs[0].losses) :]), runs, layouts[1])
 
 
-def alone(ranks: Callable[..., list[Any]], theme: str, row: Row) -> Run:
+def alone(ranks: Callable[..., list[Any]], theme: str, row: Row, steps: int | None = None) -> Run:
     """Train a row with Lightning on one process; raises an AssertionError if that fails."""
-    (reference,) = ranks(train, 1, theme, row.name, None, init_group=False)
+    (reference,) = ranks(train, 1, theme, row.name, None, steps=steps, init_group=False)
     assert not reference.error, f"Lightning itself, on one process: {reference.trace}"
     return cast(Run, reference)
 
@@ -339,11 +361,11 @@ def _differences(row: Row, reference: Run, run: Run, layout: str) -> Iterator[st
         ours = run.logged.get(key, float("nan"))
         if not abs(ours - theirs) <= 3 * row.tolerance * max(abs(theirs), 1e-3):
             yield f"logged {key}: {ours:.7g} instead of {theirs:.7g}"
-    yield from _tensor_differences("parameter ", reference.tensors, run.tensors, row.tolerance)
-    yield from _tensor_differences("observed ", reference.observed, run.observed, row.tolerance)
+    yield from tensor_differences("parameter ", reference.tensors, run.tensors, row.tolerance)
+    yield from tensor_differences("observed ", reference.observed, run.observed, row.tolerance)
 
 
-def _tensor_differences(what: str, theirs: Numbers, ours: Numbers, tolerance: float) -> Iterator[str]:
+def tensor_differences(what: str, theirs: Numbers, ours: Numbers, tolerance: float) -> Iterator[str]:
     for name, expected in theirs.items():
         found, buffer = ours.get(name), name.startswith("buffer ")
         if found is None:

@@ -9,7 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.base import CLASSES, DIM, LENGTH, SAMPLES, VOCABULARY, Computes, _labels, _random, images, loader, texts
+from tests.zoo.base import (
+    CLASSES,
+    DIM,
+    LENGTH,
+    SAMPLES,
+    VOCABULARY,
+    Computes,
+    _labels,
+    _random,
+    alike,
+    images,
+    loader,
+    texts,
+)
 from tests.zoo.cells import Row
 
 _SIZES: dict[str, int] = {
@@ -164,6 +177,6 @@ ROWS = [
     Row("resnet", vision("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]), images, either="tensor"),
     Row("clip", clip("clip"), captioned, either="tensor, pipeline"),
     Row("siglip", clip("siglip"), captioned, either="tensor, pipeline"),
-    Row("whisper", model("SpeechSeq2Seq", "whisper", **WHISPER), spoken, either=ALL),
+    Row("whisper", model("SpeechSeq2Seq", "whisper", **WHISPER), alike(spoken), either=ALL),
     *(Row(f, model("AudioClassification", f, **WAVES), waves, either=ALL) for f in ("wav2vec2", "hubert")),
 ]

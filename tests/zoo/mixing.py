@@ -23,6 +23,7 @@ from tests.zoo.base import (
     Layer,
     Samples,
     _labels,
+    alike,
     gpt,
     tokens,
 )
@@ -233,7 +234,7 @@ ROWS = [
     Row("causal convolution", gpt(CausalConvolution), tokens, either=SPLIT),
     Row("GRU", gpt(Recurrent), tokens, either=SPLIT),
     Row("parameters by position", gpt(Positions), tokens, either=SPLIT),
-    Row("MLP-Mixer", gpt(Mixer), tokens, either="sequence, context"),
+    Row("MLP-Mixer", gpt(Mixer), alike(tokens), either="sequence, context"),
     Row("FNet", gpt(Fourier), tokens, either=SPLIT),
     Row("state space", gpt(Scan), tokens, either="tensor, sequence"),
     Row("time first", TimeFirstModel, time_first, either="pipeline, context"),

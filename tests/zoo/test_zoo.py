@@ -88,24 +88,31 @@ NOT_RESUMED = {
 }
 
 
-def pairs() -> list[tuple[str, str, str, str]]:
-    """Draw two layouts of each row: one to save under, one to resume under."""
+# Steps of a resumed run: an epoch of three, and two more.
+RESUMED_STEPS = 5
+
+
+def pairs() -> list[tuple[str, str, str, str, int]]:
+    """Draw two layouts of each row, one to save under and one to resume under, and the step to save."""
     generator, found = random.Random(0), []
     for theme in THEMES:
         for row in rows(theme):
             trains = [layout for layout in row.layouts if OUTCOMES[theme][row.name][layout] == "equal"]
             if trains and row.steps > 1 and row.name not in NOT_RESUMED:
-                found.append((theme, row.name, *generator.sample([*trains, SINGLE], 2)))
+                saved, resumed_under = generator.sample([*trains, SINGLE], 2)
+                most = row.steps if "max_steps" in row.trainer() else RESUMED_STEPS
+                found.append((theme, row.name, saved, resumed_under, generator.randrange(1, most)))
     return found
 
 
 @pytest.mark.sample(16)
-@pytest.mark.parametrize(("theme", "name", "saved", "resumed_under"), pairs())
+@pytest.mark.parametrize(("theme", "name", "saved", "resumed_under", "after"), pairs())
 def test_resumes_under_another_layout(
-    ranks: Any, tmp_path: Path, theme: str, name: str, saved: str, resumed_under: str
+    ranks: Any, tmp_path: Path, theme: str, name: str, saved: str, resumed_under: str, after: int
 ) -> None:
     row = find(theme, name)
-    assert resumed(ranks, theme, row, (saved, resumed_under), str(tmp_path), TIMEOUT) == "equal"
+    steps = max(RESUMED_STEPS, row.steps)
+    assert resumed(ranks, theme, row, (saved, resumed_under), str(tmp_path), TIMEOUT, after, steps) == "equal"
 
 
 def test_unsharded_optimizer_states_resume(ranks: Any, tmp_path: Path) -> None:
