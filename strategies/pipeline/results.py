@@ -145,7 +145,7 @@ class LogRecorder:
             for value, size in zip(values, self.sizes, strict=True)
         ):
             return torch.cat(values)
-        return values
+        return values if len(values) > 1 else values[0]
 
     def _mean(self, values: list[Any]) -> Tensor:
         dtype = next((value.dtype for value in values if isinstance(value, Tensor)), torch.float64)

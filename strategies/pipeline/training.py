@@ -72,7 +72,10 @@ class Step:
     rehearsal: Rehearsal | None = None
     problem: str = ""
     is_lost: bool = False
-    outputs: list[Activation] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Forget a first attempt."""
+        self.problem, self.is_lost, self.rehearsal = "", False, None
 
 
 class Training:
@@ -134,13 +137,14 @@ class Training:
         if self._state is not None:
             self._state.begin_step()
         output, verdict = self._attempt(step)
-        if verdict.is_redone:
+        if verdict.is_redone and verdict.problem:
+            self.is_whole = True
             rank_zero_info(
                 "The code after the blocks runs once per batch instead of once per micro-batch, so that the loss is "
                 f"that of one process: {verdict.problem}. All forwards then come before all backwards, and the last "
                 "stage holds the values of the whole batch after the blocks."
             )
-            self.is_whole = True
+        if verdict.is_redone:
             output, verdict = self._attempt(step)
         if verdict.problem:
             raise RuntimeError(
@@ -152,10 +156,9 @@ class Training:
         return output
 
     def _attempt(self, step: Step) -> tuple[Any, Verdict]:
-        count, log = len(step.parts), getattr(self._module, "log", no_log)
-        draws = self._draws
-        self._step, step.problem, step.is_lost, step.rehearsal = step, "", False, None
-        step.outputs.clear()
+        count, log, draws = len(step.parts), getattr(self._module, "log", no_log), self._draws
+        self._step = step
+        step.restart()
         metrics = [] if self.is_whole else [(metric, _states(metric)) for metric in self._metrics]
         for stage in self._stages:
             stage.signatures = [batches.signature(given) for given in step.parts]
@@ -165,6 +168,7 @@ class Training:
                 self._randomness.begin(self._draws_inside)
             if self._rehearsing is not None and count > 1:
                 self._rehearse(step)
+                step.is_lost = self._ends and step.rehearsal.draws and not draws
             is_joined = self.is_whole and count > 1
             known = step.rehearsal.logs if step.rehearsal is not None and not is_joined else None
             step.recorder = LogRecorder(
@@ -175,10 +179,7 @@ class Training:
         except BaseException:
             self.forget()
             raise
-        rehearsal = step.rehearsal
-        starts_to_draw = self._ends and not draws and rehearsal is not None and rehearsal.draws
-        redo = step.is_lost or (starts_to_draw and not step.problem)
-        verdict = Verdict(step.problem, redo and not self.is_whole, self._draws or starts_to_draw)
+        verdict = Verdict(step.problem, step.is_lost, draws or (step.rehearsal is not None and step.rehearsal.draws))
         self.end()
         output, verdict = self._publisher.publish(step.recorder, log, verdict)
         if draws:
@@ -264,7 +265,7 @@ class Training:
         if run.replay is not None and run.replay.problem:
             step.is_lost = step.is_lost or part == 0
             step.problem = step.problem or run.replay.problem
-        if step.problem:  # no gradient
+        if step.problem or step.is_lost:  # no gradient
             return None
         # A new tensor: torch detaches it in place, which must not affect the user's tensor, nor a view.
         return None if output is None else step.scale(output, step.sizes[part] / sum(step.sizes)).sum() * 1.0
@@ -339,13 +340,10 @@ class _Joint:
     """
 
     def __init__(self, parts: Sequence[Tensor], sizes: Sequence[int], is_shared: bool) -> None:
-        self._sizes, self._dim, self._is_shared = sizes, None, is_shared
+        self._sizes, self._is_shared = sizes, is_shared
         self._shares = [size / sum(sizes) for size in sizes]
-        if not is_shared:
-            dims = range(parts[0].dim())
-            self._dim: int | None = next(
-                (dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True))), None
-            )
+        dims = () if is_shared else range(parts[0].dim())
+        self._dim = next((dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True))), None)
         values = [part.detach() for part in parts]
         if self._dim is not None:
             self.joined = torch.cat(values, self._dim)

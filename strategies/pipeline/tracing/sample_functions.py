@@ -50,9 +50,20 @@ def stem_of(func: Callable[..., Any]) -> str:
     return name[1:] if name[:1] in ("i", "r") and name[1:] in _ARITHMETIC else name
 
 
-def draws(func: Callable[..., Any]) -> bool:
-    """Return whether a function draws random numbers."""
-    return getattr(func, "__name__", "") in _DRAWING
+def draws(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Return whether a call draws random numbers."""
+    name = getattr(func, "__name__", "")
+    if name not in _DRAWING or "dropout" not in name:
+        return name in _DRAWING
+    signature = _signature(func)
+    given = {} if signature is None else signature.bind(*args, **kwargs).arguments
+    return bool(given.get("training", True)) and given.get("p", 0.5) > 0
+
+
+def is_attribute(func: Callable[..., Any], args: Any) -> bool:
+    """Return whether a call reads or sets an attribute of a tensor that is no tensor of its values."""
+    name = getattr(func, "__name__", "")
+    return name in ("__set__", "__delete__") or (name == "__get__" and not isinstance(func(*args), Tensor))
 
 
 def is_arithmetic(func: Callable[..., Any]) -> bool:

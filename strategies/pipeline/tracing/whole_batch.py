@@ -80,7 +80,7 @@ class Rehearsed(NamedTuple):
         func: called.
         shapes: of the tensors it returned.
         values: copies of these, if drawn or computed from several samples of the data.
-        count: elements of its first tensor.
+        numel: elements of its first tensor.
         total: divisor of a mean over class indices.
         numbers: plain arguments of an arithmetic function.
     """
@@ -88,7 +88,7 @@ class Rehearsed(NamedTuple):
     func: Any
     shapes: tuple[tuple[int, ...], ...]
     values: tuple[Tensor, ...] = ()
-    count: int = 0
+    numel: int = 0
     total: Tensor | None = None
     numbers: tuple[Any, ...] = ()
 
@@ -182,13 +182,13 @@ class Rehearsal(_Calls):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, without values if an argument has none, and record it."""
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in METADATA or functions.is_attribute(func, args):
             return func(*args, **kwargs)
         if func in SHAPE_ONLY:
             args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
         given = tensors_in((args, kwargs))
         kind = max(map(self.kind, given), default=Kind.CONSTANT)
-        draws = functions.draws(func)
+        draws = functions.draws(func, args, kwargs)
         if kind is Kind.CONSTANT and not draws:
             return func(*args, **kwargs)
         if kind <= Kind.DATA:
@@ -374,7 +374,7 @@ class Replay(_Calls):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and return what the whole batch's call means for this micro-batch."""
         kwargs = kwargs or {}
-        if func in METADATA or self.problem:
+        if func in METADATA or self.problem or functions.is_attribute(func, args):
             return func(*args, **kwargs)
         try:
             return self._replayed(func, args, kwargs)
@@ -386,12 +386,13 @@ class Replay(_Calls):
     def _replayed(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in((args[1:] if func in SHAPE_ONLY else args, kwargs))
         kinds = [self.kind(tensor) for tensor in given]
-        kind, draws = max(kinds, default=Kind.CONSTANT), functions.draws(func)
+        kind, draws = max(kinds, default=Kind.CONSTANT), functions.draws(func, args, kwargs)
         if (kind is Kind.CONSTANT and not draws) or (kind > Kind.DATA and func in READS_VALUES):
             return func(*args, **kwargs)
         calls = self._rehearsal.calls
         if self._next >= len(calls) or calls[self._next].func != func:
-            self.stop(f"{_name(func)} is called for a part of the batch only")
+            then = _name(calls[self._next].func) if self._next < len(calls) else "nothing"
+            self.stop(f"a micro-batch calls {_name(func)} where the whole batch calls {then}")
         call = calls[self._next]
         self._next += 1
         if kind <= Kind.DATA:
@@ -492,7 +493,7 @@ class Replay(_Calls):
             return output / share
         if reduced.numel() == 0:
             return reduced.sum() / share  # with a gradient; the mean of nothing is NaN
-        part = reduced.numel() / call.count
+        part = reduced.numel() / call.numel
         return output if part == share else output * (part / share)
 
 
