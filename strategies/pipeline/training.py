@@ -343,7 +343,10 @@ class _Joint:
         self._sizes, self._is_shared = sizes, is_shared
         self._shares = [size / sum(sizes) for size in sizes]
         dims = () if is_shared else range(parts[0].dim())
-        self._dim = next((dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True))), None)
+        same = (dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True)))
+        self._dim = next(same, None)
+            (dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True))), None
+        )
         values = [part.detach() for part in parts]
         if self._dim is not None:
             self.joined = torch.cat(values, self._dim)

@@ -65,18 +65,15 @@ def find_places(
             if depends_on_data(sources) and block is None:
                 problems.append(_stored_tensor_problem(change))
             continue
-        if change.kind == "tensor" and depends_on_data(sources):
-            is_result = change.name not in sub._buffers and Source("state", change.label) not in sources
-            if block is not None and is_result:
-                continue  # used by the step itself, such as an auxiliary loss
-            if micro_batches > 1 and block is None and _is_after(sources, cut):
-                trace.joins = True
-            elif micro_batches > 1:
+        depends = depends_on_data(sources) if change.kind == "tensor" else trace.reads_numbers
+        is_result = change.name not in sub._buffers and Source("state", change.label) not in sources
+        if depends and change.kind == "tensor" and block is not None and is_result:
+            continue  # used by the step itself, such as an auxiliary loss
+        if depends and micro_batches > 1:
+            if change.kind != "tensor" or block is not None or not _is_after(sources, cut):
                 problems.append(_data_dependent_problem(change, sub, micro_batches))
                 continue
-        if change.kind == "number" and trace.reads_numbers and micro_batches > 1:
-            problems.append(_data_dependent_problem(change, sub, micro_batches))
-            continue
+            trace.joins = True
         stage = cut.stage_of_block(block) if block is not None else _stage_for(cut, sources, change)
         if block is None and stage == cut.stages - 1:
             trace.use_results(change.value)
