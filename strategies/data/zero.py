@@ -403,15 +403,15 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         """Step this rank's rows, then all-gather them."""
         if self._step is None and self._exchanges.shards:
             self._exchanges.keep_memory()
-        if self._steps_within():
-            self._step.writes.keep()  # type: ignore[union-attr]
         with self._of_strategy():
+            if self._steps_within():
+                self._step.writes.keep()  # type: ignore[union-attr]
             output = super().optimizer_step(optimizer, *args, **kwargs)
-        self._drop_prefetched()
-        self._publish(optimizer)
-        if self._steps_within():
-            self._step.reshard()  # type: ignore[union-attr]
-            self._step.gather_again(self._exchanges.trained)  # type: ignore[union-attr]
+            self._drop_prefetched()
+            self._publish(optimizer)
+            if self._steps_within():
+                self._step.reshard()  # type: ignore[union-attr]
+                self._step.gather_again(self._exchanges.trained)  # type: ignore[union-attr]
         return output
 
     def _of_strategy(self) -> AbstractContextManager[None]:

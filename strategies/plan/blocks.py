@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.core.torch_internals import peek_interpreter_stack
+from trainwright.core.torch_internals import _NormBase, peek_interpreter_stack
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.plan.names import joined, matched, parent_of, within
 
 COMPILE_BLOCKS = "Take torch.compile out of the module and type strategy.compile=true, which compiles each block"
@@ -128,7 +129,8 @@ def checkpoint_activations(
         )
     for target in chosen:
         # True in transformers where layers share keys through the cache.
-        target.forward = _Recomputed(target.forward, getattr(target, "_can_checkpoint_with_cache", False))
+        norms = [sub for sub in target.modules() if isinstance(sub, _NormBase)]
+        target.forward = _Recomputed(target.forward, getattr(target, "_can_checkpoint_with_cache", False), norms)
 
 
 class _Recomputed:
@@ -137,8 +139,8 @@ class _Recomputed:
     It gets no key-value cache of transformers, to which a recomputation would append the same keys again.
     """
 
-    def __init__(self, forward: Callable[..., Any], keeps_cache: bool) -> None:
-        self.forward, self._keeps_cache = forward, keeps_cache
+    def __init__(self, forward: Callable[..., Any], keeps_cache: bool, norms: Sequence[nn.Module]) -> None:
+        self.forward, self._keeps_cache, self._norms = forward, keeps_cache, norms
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -150,7 +152,18 @@ class _Recomputed:
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
         # Non-reentrant: supports keyword arguments, repeated backward and sharded parameters.
-        return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
+        again = lambda: (nullcontext(), _without_statistics(self._norms))  # noqa: E731
+        return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False, context_fn=again)
+
+
+@contextmanager
+def _without_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep running statistics, which the first forward has updated, in a ``with`` block."""
+    with ExitStack() as stack:
+        for norm in norms:
+            copies = {name: None if value is None else value.clone() for name, value in norm._buffers.items()}
+            stack.enter_context(with_attributes(norm, _buffers=copies))
+        yield
 
 
 def _uncached(value: Any) -> Any:

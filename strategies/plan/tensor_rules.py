@@ -259,9 +259,12 @@ def head_counts(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[int, int]
 
 
 def _tie_problems(module: nn.Module, plan: ModelPlan) -> Iterator[str]:
-    found = plan_splits(module, plan)
+    def place(name: str) -> tuple[int, str]:  # a module may have several names
+        return id(module.get_submodule(parent_of(name))), name.rpartition(".")[2]
+
+    found = {place(name): split for name, split in plan_splits(module, plan).items()}
     for names in (*plan.tied, *tied_groups(module)):
-        if len({found.get(name) for name in names}) > 1:
+        if len({found.get(place(name)) for name in names}) > 1:
             styles = ", ".join(f"{name}: {plan.tensor.get(name.rpartition('.')[0], 'none')}" for name in sorted(names))
             yield (
                 f"the tied parameters {styles} are split differently; a tied embedding and head take vocabulary and "

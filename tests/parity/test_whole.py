@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor": 2}),
     "pipeline": (2, {"pipeline": 2}),
     "expert": (2, {"expert": 2}),
+    "context": (2, {"context": 2, "shard": 1}),
     "tensor x shard": (4, {"tensor": 2, "shard": 2}),
     "pipeline x shard": (4, {"pipeline": 2, "shard": 2}),
 }
@@ -179,6 +180,35 @@ class Averages(Untied):
         return self.loss(batch)
 
 
+class AveragesLists(Averages):
+    """Averages by functions of lists."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            others, own = list(self.other.parameters()), list(self.net.parameters())
+            torch._foreach_mul_(others, 0.6)
+            torch._foreach_add_(others, own, alpha=0.4)
+        return self.loss(batch)
+
+
+class PenalisesByFactor(Untied):
+    """Multiplies a weight by a trained number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + (self.factor * self.net.blocks[0].attention.query.weight).square().sum()
+
+
+class WritesElements(Untied):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.net.blocks[0].attention.query.weight[0] = 0.1
+        return self.loss(batch)
+
+
 class Clamps(Untied):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.net.head.weight.data.clamp_(-0.03, 0.03)
@@ -227,11 +257,21 @@ class StepsInBackward(Untied):
 
 
 # Others are in tests/zoo/weights.py.
-EQUAL = [("zero3", Averages), ("tensor", Clamps), ("expert", PenalisesExperts), ("tensor", Draws)]
+EQUAL = [
+    ("zero3", Averages),
+    ("zero3", AveragesLists),
+    ("context", AveragesLists),
+    ("tensor x shard", Averages),
+    ("tensor", Clamps),
+    ("tensor", PenalisesByFactor),
+    ("tensor", Draws),
+    ("expert", PenalisesExperts),
+]
 REFUSED = [
     ("pipeline", Penalises, "weight_decay"),
     ("pipeline x shard", Penalises, "weight_decay"),
-    ("tensor x shard", Averages, "on_after_backward"),
+    ("zero3", WritesElements, "on_after_backward"),
+    ("tensor", WritesElements, "on_after_backward"),
     ("tensor", ScalesByHook, "on_after_backward"),
     ("zero3", Prunes, "pruning"),
     ("tensor", Prunes, "pruning"),

@@ -35,7 +35,7 @@ class CertifiedParts(CertifiedShards):
     def remedy(self, module: str) -> str:
         """See the base class."""
         layout = self._strategy.layout
-        if layout.tensor > 1:
+        if layout.tensor > 1 and layout.pipeline == 1:  # else micro-batches may be the cause
             plan = self._strategy._engines.plan
             split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
             whole = ", ".join(f"{name}: none" for name in split)
