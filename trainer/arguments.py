@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -99,6 +100,32 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
     return strategy
 
 
+def of_lightning(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of the Trainer refuse objects of the package ``pytorch_lightning``."""
+
+    @wraps(run)
+    def checked(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        refuse_other_package((*args, *kwargs.values()))
+        return run(self, *args, **kwargs)
+
+    return checked
+
+
+def refuse_other_package(given: Iterable[Any]) -> None:
+    """Raise if an argument, or an element of one, is of the package ``pytorch_lightning``.
+
+    Raises:
+        TypeError: with what to type.
+    """
+    for each in (each for value in given for each in _listed(value)):
+        if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(each).__mro__):
+            raise TypeError(
+                f"{type(each).__name__} is of the package pytorch_lightning, whose classes are others than those of "
+                "lightning.pytorch, for which Trainwright is made. Where it is defined, type `import lightning.pytorch "
+                "as pl` instead of `import pytorch_lightning as pl` (and `from lightning.pytorch...`)."
+            )
+
+
 def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Trainer's arguments, completed from the variables ``PL_TRAINER_<ARGUMENT>``.
 
@@ -108,6 +135,11 @@ def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {**vars(_parse_env_variables(Trainer)), **vars(_parse_env_variables(trainer))}
     found = {name: value for name, value in found.items() if name not in given}
+    # Hydra instantiates with its own kind of list.
+    given = {
+        name: list(value) if isinstance(value, Sequence) and not isinstance(value, str | tuple) else value
+        for name, value in given.items()
+    }
     if found:
         values = ", ".join(f"{name}={value!r}" for name, value in found.items())
         rank_zero_info(f"From PL_TRAINER_* variables of the environment: {values}.")

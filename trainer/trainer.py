@@ -50,6 +50,8 @@ from trainwright.trainer.arguments import (
     check_data_options,
     fp16_on_cpu,
     from_environment,
+    of_lightning,
+    refuse_other_package,
     resolve_strategy,
     with_progress_bar,
 )
@@ -137,6 +139,8 @@ class Trainer(RunTrainer):
         # Lightning compares stages as lower-case strings.
         training = property(lambda self: self.state.stage is RunningStage.TRAINING, LightningTrainer.training.fset)
         current_epoch = property(attrgetter("fit_loop.epoch_progress.current.completed"))
+        fit, validate = of_lightning(LightningTrainer.fit), of_lightning(LightningTrainer.validate)
+        test, predict = of_lightning(LightningTrainer.test), of_lightning(LightningTrainer.predict)
 
     @_with_environment
     def __init__(
@@ -162,6 +166,7 @@ class Trainer(RunTrainer):
         end_with_agent()
         if is_one_of_many():
             report_uncaught(run_dir)
+        refuse_other_package(kwargs.values())
         check_data_options(global_batch_size, data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))
         strategy = resolve_strategy(strategy, kwargs)
@@ -378,9 +383,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _silent_end(self) -> str | None:
         """Describe the end of another rank that could not report it itself."""
-        for rank, process in enumerate(self.procs, 1):
-            if process.poll() not in (None, 0, 1):
-                return f"rank {rank} of {len(self.procs) + 1} {describe_end(process.returncode)}; the others were ended"
+        ended = [(process.poll(), rank) for rank, process in enumerate(self.procs, 1) if process.poll() is not None]
+        # Those that reported an error exit with 1, too, but then nothing more is printed.
+        for code, rank in sorted(ended, key=lambda each: (each[0] in (0, 1), each[0] == 0)):
+            return f"rank {rank} of {len(self.procs) + 1} {describe_end(code)}; the others were ended"
         return None
 
     def _watch(self) -> None:

@@ -189,6 +189,11 @@ class RunStateCheckpoint(Checkpoint):
                 "checkpoints there are not compared with those of this run."
             )
 
+    def take_over(self, state_dict: dict[str, Any]) -> None:
+        """Take the records of the ranks that a notebook has started for a fit."""
+        self._folder = state_dict["folder"]
+        self._records.load_state_dict(state_dict["records"])
+
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

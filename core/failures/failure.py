@@ -13,6 +13,8 @@ from trainwright.core.failures.error_text import is_refusal, is_secondary, messa
 from trainwright.core.failures.records import write_whole
 
 _EXIT = SystemExit.__name__
+# Likely reasons for an exit without a failure, by exit code.
+_EARLY = {0: " before the others (os._exit?)", 1: " without an error of its own (KeyboardInterrupt?)"}
 TRACEBACK_MARK = "traceback| "
 """Prefix of each line of a traceback in a log; terminals leave these lines out."""
 
@@ -208,8 +210,11 @@ def first_failure(
     )
     # A killed process leaves no record; lost connections of the others are its consequence.
     recorded = {failure.rank for failure in failures}
-    silent = [rank for rank, code in exit_codes.items() if rank not in recorded and _died_by_itself(code)]
     cause = failures[0] if failures else None
+    ended = [rank for rank, code in exit_codes.items() if rank not in recorded and code is not None]
+    silent = [rank for rank in ended if _died_by_itself(exit_codes[rank])]
+    if cause is not None and cause.is_secondary:  # an early exit of another rank is its cause
+        silent += sorted(rank for rank in ended if exit_codes[rank] in (0, 1))
     if silent and (cause is None or cause.is_secondary):
         return _error(None, silent[0], exit_codes, run_dir)
     rank = cause.rank if cause else next((rank for rank, code in exit_codes.items() if code), 0)
@@ -299,7 +304,7 @@ def describe_end(exit_code: int | None, with_reason: bool = True) -> str:
     if exit_code is None:
         return "ended for an unknown reason"
     if exit_code >= 0:
-        return f"ended with exit code {exit_code}"
+        return f"ended with exit code {exit_code}{_EARLY.get(exit_code, '') if with_reason else ''}"
     name = signal.Signals(-exit_code).name
     reason = {
         "SIGKILL": " (from outside, or by the kernel when memory ran out: see `dmesg`)",

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -106,16 +107,25 @@ def rank_and_world_size() -> tuple[int, int]:
     return (0, 1) if launcher is None else (launcher.rank, launcher.world_size)
 
 
+def _end_of_starter(process: int) -> str | None:
+    """Return how the rank that started this one from a script, as `process`, has ended; None: it runs."""
+    if STARTED not in os.environ or os.getppid() == process:
+        return None
+    rank, world_size = rank_and_world_size()
+    return f"rank {rank - int(os.environ['LOCAL_RANK'])} of {world_size} ended without an error; the others were ended"
+
+
 def report_uncaught(
-    run_dir: Path, silent_end: Callable[[], str | None] = lambda: None, at_end: Callable[[], None] = lambda: None
+    run_dir: Path, silent_end: Callable[[], str | None] | None = None, at_end: Callable[[], None] = lambda: None
 ) -> None:
     """Install a `sys.excepthook` that reports uncaught errors on one rank only.
 
     Args:
         run_dir: its `logs/` gets the tracebacks.
-        silent_end: see :meth:`Uncaught.report`.
+        silent_end: see :meth:`Uncaught.report`; None: looks for the end of the rank that started this one.
         at_end: called after reporting.
     """
+    silent_end = silent_end or partial(_end_of_starter, os.getppid())
     uncaught, before = Uncaught(run_dir), getattr(sys.excepthook, "of_python", sys.excepthook)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -62,13 +62,23 @@ class ForkLauncher(_MultiProcessingLauncher):
             strategy.save_checkpoint(weights, path)
         if strategy.local_rank != 0:
             return None
-        best: Any = getattr(trainer.checkpoint_callback, "best_model_path", None)
-        return _WorkerOutput(best, path, trainer.state, results, self.get_extra_results(trainer))
+        saved: Any = [
+            each.state_dict() if hasattr(each, "take_over") else getattr(each, "best_model_path", None)
+            for each in trainer.checkpoint_callbacks
+        ]
+        return _WorkerOutput(saved, path, trainer.state, results, self.get_extra_results(trainer))
 
     def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: pl.Trainer) -> None:
         if worker_output.weights_path is not None:
             _load(trainer.lightning_module, materialised(RunState.open(str(worker_output.weights_path)).tree))
-        super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
+        saved: Any = worker_output.best_model_path
+        for callback, of_rank in zip(trainer.checkpoint_callbacks, saved, strict=True):
+            if hasattr(callback, "take_over"):
+                callback.take_over(of_rank)
+            elif of_rank is not None:
+                callback.best_model_path = of_rank  # type: ignore[attr-defined]
+        trainer.state = worker_output.trainer_state
+        self.update_main_process_results(trainer, worker_output.extra)
 
 
 def fork_in_notebook(strategy: Any, launcher: Any) -> Any:

@@ -72,6 +72,7 @@ ENDS: dict[str, tuple[str, int, str]] = {
     ),
     "sys.exit(3)": ("raise SystemExit(3)", 3, "rank 1 of 2 called sys.exit(3); the others were ended"),
     "os._exit(5)": ("os._exit(5)", 5, "rank 1 of 2 ended with exit code 5; the others were ended"),
+    "os._exit(0)": ("os._exit(0)", 1, "rank 1 of 2 ended with exit code 0 before the others"),
     "the kernel": ("os.kill(os.getpid(), 9)", 1, "rank 1 of 2 was ended by SIGKILL (from outside, or by the kernel"),
     "a crash": ("os.abort()", 1, "rank 1 of 2 was ended by SIGABRT (a crash in compiled code)"),
 }

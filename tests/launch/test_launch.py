@@ -57,6 +57,13 @@ def test_first_cause_with_user_frames(tmp_path: Path) -> None:
         assert f"traceback| {kind}" in log
 
 
+@pytest.mark.parametrize(("code", "how"), [(0, "exit code 0 before the others"), (1, "exit code 1 without an error")])
+def test_an_early_exit_is_the_cause_of_lost_connections(tmp_path: Path, code: int, how: str) -> None:
+    _fail(tmp_path, 0, RuntimeError("Connection closed by peer"), "torch.distributed.distributed_c10d")
+    error = first_failure(tmp_path, {0: 1, 1: code, 2: None}, tmp_path)
+    assert str(error).startswith(f"rank 1 of 3 ended with {how}")
+
+
 def _of(raiser: Callable[[], Any]) -> Failure:
     try:
         raiser()

@@ -7,20 +7,23 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import hydra
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.multiprocessing as mp
 from lightning.fabric.accelerators.mps import MPSAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from trainwright import Trainer
+from trainwright import RunStateCheckpoint, Trainer
 from trainwright.checkpoint.read.run_state import RunState, materialised
 from trainwright.command import run
 from trainwright.command.schema.compose import compose_checked
@@ -105,6 +108,35 @@ def test_notebook_forks(notebook: None, tmp_path: Path, strategy: str | None) ->
     assert trainer_of(devices=2, **kwargs).validate(module, verbose=False)
     assert dict(os.environ) == before
     assert not list(Path(tempfile.gettempdir()).glob("trainwright-*/weights"))
+
+
+def test_notebook_knows_the_run_states_of_its_ranks(notebook: None, tmp_path: Path) -> None:
+    saver = RunStateCheckpoint(str(tmp_path / "states"))
+    trainer_of(devices=1, strategy="zero3", callbacks=[saver], enable_checkpointing=True).fit(Module())
+    assert saver.last_model_path == saver.best_model_path == str(tmp_path / "states/step=3")
+
+
+def test_lists_of_hydra() -> None:
+    given = {"_target_": "trainwright.Trainer", "accelerator": "cpu", "devices": [0], "enable_progress_bar": False}
+    stop, logger = EarlyStopping("loss"), CSVLogger("logs")
+    config = OmegaConf.create(given)
+    trainer = hydra.utils.instantiate(config, callbacks=[stop], logger=[logger], devices=1)
+    assert stop in trainer.callbacks
+    assert trainer.loggers == [logger]
+
+
+def test_objects_of_the_other_package_are_refused() -> None:
+    other = type("Net", (), {"__module__": "pytorch_lightning.core"})
+    theirs: Any = type("Mine", (other,), {})()
+    trainer = trainer_of()
+    for wrong in (
+        lambda: trainer.fit(theirs),
+        lambda: trainer.fit(Module(), datamodule=theirs),
+        lambda: trainer.validate(model=theirs),
+        lambda: trainer_of(callbacks=[theirs]),
+    ):
+        with pytest.raises(TypeError, match=r"Mine is of the package pytorch_lightning.*import lightning\.pytorch"):
+            wrong()
 
 
 def test_notebook_fork_error(notebook: None) -> None:

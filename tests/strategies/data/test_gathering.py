@@ -259,3 +259,45 @@ def with_a_new_head() -> str:
 def test_layers_added_between_runs_are_refused(ranks):
     for found in ranks(with_a_new_head, 2):
         assert found.startswith("head.weight, head.bias: new since an earlier run split this module")
+
+
+class Mixed(pl.LightningModule):
+    """Trained parameters of several dtypes, in blocks and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift = nn.Parameter(torch.linspace(0.1, 0.5, 8, dtype=torch.float64))
+        self.factor = nn.Parameter(torch.tensor(0.7))
+        self.number = nn.Parameter(torch.arange(8), requires_grad=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        for block in self.blocks:
+            block.scale = nn.Parameter(torch.linspace(0.5, 1, 8, dtype=torch.float64))
+            block.register_forward_hook(lambda block, args, output: args[0] + output * block.scale.float())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch * self.factor + self.shift.float() + self.number
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def mixed(strategy: str, options: dict[str, Any], batch_size: int) -> dict[str, Tensor]:
+    module, rows = Mixed(), list(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)))
+    trainer = make_trainer(strategy, options, max_steps=3, global_batch_size=8)
+    trainer.fit(module, DataLoader(rows, batch_size=batch_size))
+    return {name: value.detach().clone() for name, value in trainer.strategy.whole_parameters()}
+
+
+@pytest.mark.parametrize(("strategy", "options", "world"), [
+    ("zero3", {}, 2), ("hybrid", {"pipeline": 2, "shard": 2, "micro_batches": 2}, 4),
+])  # fmt: skip
+def test_parameters_of_several_dtypes(ranks, strategy, options, world):
+    (expected,) = ranks(mixed, 1, "single", {}, 8, init_group=False)
+    for found in ranks(mixed, world, strategy, options, 4, timeout=60):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)

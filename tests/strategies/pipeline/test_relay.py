@@ -63,6 +63,34 @@ def test_relay_matches_one_process(ranks: Ranks, world: int, schedule: str, styl
     assert max(ranks(evaluated, world, schedule, style, blocks, timeout=60)) < 1e-6
 
 
+def drawn(noise: float) -> list[float]:
+    """Return the loss of a traced and of a later evaluation with dropout in blocks, and a number drawn after each."""
+    model = build(Model, 2)
+    for layer in model.layers:
+        layer.outer = torch.nn.Sequential(layer.outer, torch.nn.Dropout(0.5))
+    engine = engine_of(model, "1f1b")
+
+    def step() -> float:
+        x = model.embed(make_batch()["ids"])
+        x = x + noise * torch.randn_like(x) if noise else x
+        for layer in model.layers:
+            x = layer(x)
+        return float(x.square().mean())
+
+    found = []
+    with torch.no_grad(), engine.evaluating():
+        for _ in range(2):
+            torch.manual_seed(5)
+            found += [engine.relay(step), float(torch.rand(()))]
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_traced_evaluation_draws_as_later_ones(ranks: Ranks, noise: float) -> None:
+    for *traced, value, number in ranks(drawn, 2, noise, timeout=60):
+        assert traced == [value, number]
+
+
 class Normed(Model):
     """Running statistics before the blocks."""
 

@@ -71,7 +71,30 @@ class TimeFirst(Net):
         return (self(batch["x"])[-1] - batch["x"].sum((0, 2))[:, None]).square().mean()
 
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Counting, Constants, TimeFirst)}
+class FirstUse(nn.Module):
+    """Creates a buffer and an attribute in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.linspace(0.5, 1, WIDTH), persistent=False)
+            self.shift = torch.linspace(-1, 1, WIDTH)
+        return x * self.scale.clone() + self.shift
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.append(FirstUse())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not hasattr(self, "count"):
+            self.count = 0
+        self.count += 1
+        return super().training_step(batch, batch_idx) * self.count
+
+
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Counting, Constants, TimeFirst, Lazy)}
 OPTIONS: dict[str, Any] = {"Constants": {"weights": None}, "TimeFirst": {"x": 1}}
 
 
@@ -116,6 +139,22 @@ def test_module_state_matches_one_process(ranks: Ranks, name: str) -> None:
         assert found.keys() == alone.keys()
         for key, value in alone.items():
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
+
+
+class Saved(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.blocks[0][0].register_buffer("scale", torch.ones(WIDTH))
+        return super().training_step(batch, batch_idx)
+
+
+def refused_buffer() -> None:
+    loader = DataLoader(list(torch.ones(8, WIDTH)), batch_size=8, collate_fn=collate("Saved"))
+    with pytest.raises(RuntimeError, match=r"creates the buffer 'blocks.0.0.scale'.*persistent=False"):
+        make_trainer("pipeline", {}, max_steps=1).fit(Saved(), loader)
+
+
+def test_buffers_that_checkpoints_would_lack_are_refused(ranks: Ranks) -> None:
+    ranks(refused_buffer, 2, timeout=60)
 
 
 def refused() -> list[str]:

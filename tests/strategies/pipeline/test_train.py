@@ -350,6 +350,33 @@ def test_step_after_an_error(ranks: Ranks) -> None:
     assert ranks(broken, 1, timeout=60)[0] < 1e-6
 
 
+class Early(Model):
+    """Fails on one rank before or after the blocks, as the set-up of a layer may."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        fails = dist.get_rank() == batch["rank"]
+        if fails and batch["early"]:
+            raise ArithmeticError("of one stage")
+        loss = super().training_step(batch, batch_idx)
+        if fails:
+            raise ArithmeticError("of one stage")
+        return loss
+
+
+def failed_first(rank: int, early: bool) -> str:
+    engine = engine_of(build(Early, 4))
+    with pytest.raises((ArithmeticError, RuntimeError)) as raised:
+        train(engine, {**make_batch(), "rank": rank, "early": early})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("rank", "early"), [(0, True), (1, True), (1, False)])
+def test_an_error_of_one_stage_in_the_first_step_ends_all(ranks: Ranks, rank: int, early: bool) -> None:
+    said = ranks(failed_first, 2, rank, early, timeout=30)
+    assert said[rank] == "of one stage"
+    assert "of one stage" in said[1 - rank] if early else "failed on another stage" in said[1 - rank]
+
+
 def thawed() -> Any:
     model = build(Model, 4)
     batch = make_batch()
