@@ -160,7 +160,7 @@ def loss_weight(trainer: Any, batch_idx: int) -> float:
     """Return the factor by which the loss of a micro-batch was multiplied; 0: it only matched collectives."""
     loop = getattr(trainer.fit_loop.epoch_loop, "automatic_optimization", None)
     divisor = getattr(loop, "loss_divisor", None)  # absent on Lightning's own Trainer
-    return 1 / (trainer.accumulate_grad_batches if divisor is None else divisor.divisor(batch_idx))
+    return 1 / float(trainer.accumulate_grad_batches if divisor is None else divisor.divisor(batch_idx))
 
 
 def _sums(parts: list[list[Tensor]], device: torch.device) -> Tensor:

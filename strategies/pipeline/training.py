@@ -345,8 +345,6 @@ class _Joint:
         dims = () if is_shared else range(parts[0].dim())
         same = (dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True)))
         self._dim = next(same, None)
-            (dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True))), None
-        )
         values = [part.detach() for part in parts]
         if self._dim is not None:
             self.joined = torch.cat(values, self._dim)

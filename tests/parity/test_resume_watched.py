@@ -166,36 +166,55 @@ def test_parameters_of_64_bits(tmp_path: Path) -> None:
 
 
 class MakesLoaders(pl.LightningDataModule):
-    """Data of its own for each time that loaders are made."""
+    """Data of its own for each epoch in which loaders are made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made_in: list[int] = []
+        self.made_in: list[tuple[str, int]] = []
+
+    def _loader(self, kind: str) -> DataLoader[Any]:
+        assert self.trainer is not None
+        self.made_in.append((kind, self.trainer.current_epoch))
+        return DataLoader(Points(SAMPLES, self.trainer.current_epoch), batch_size=BATCH)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        assert self.trainer is not None
-        self.made_in.append(self.trainer.current_epoch)
-        return DataLoader(Points(SAMPLES, 0), batch_size=BATCH)
+        return self._loader("train")
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader("val")
 
 
-@pytest.mark.parametrize(("hook", "after"), [("epoch", 6), ("batch", 9)])
-def test_loaders_are_reloaded_in_the_same_epochs(tmp_path: Path, hook: str, after: int) -> None:
+class KeepsValues(pl.Callback):
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, str], float] = {}
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.values |= {(trainer.current_epoch, name): float(v) for name, v in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize(("hook", "after"), [("epoch", 3), ("epoch", 6), ("batch", 9)])
+def test_a_resumed_run_reads_the_loaders_of_the_last_reload(tmp_path: Path, hook: str, after: int, every: int) -> None:
     path = str(tmp_path / "state")
-    made = []
+    made, values, weights = [], [], []
     for callbacks, resume in (([Saver(path, hook, after)], None), ([], path)):
-        data = MakesLoaders()
+        data, kept = MakesLoaders(), KeepsValues()
+        torch.manual_seed(5)
         trainer = make_trainer(
             "single",
-            callbacks=callbacks,
+            callbacks=[*callbacks, kept],
             enable_checkpointing=bool(callbacks),
-            reload_dataloaders_every_n_epochs=2,
+            reload_dataloaders_every_n_epochs=every,
             max_epochs=5,
-            limit_val_batches=0,
         )
-        trainer.fit(Net(), datamodule=data, ckpt_path=resume)
+        trainer.fit(module := Net(), datamodule=data, ckpt_path=resume)
         made.append(data.made_in)
-    # The first ones of a resumed run are made when it begins.
-    assert [epochs[1:] for epochs in made] == [[2, 4], [2, 4]]
+        values.append(kept.values)
+        weights.append(list(module.parameters()))
+    assert set(made[1]) <= set(made[0])
+    assert values[1].items() <= values[0].items()
+    for whole, resumed in zip(*weights, strict=True):
+        assert torch.equal(whole, resumed)
 
 
 def mean_of_epoch(path: str, saves: bool, most_logged: int = data_ranks.MOST_LOGGED) -> dict[str, float]:

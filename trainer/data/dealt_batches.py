@@ -122,7 +122,7 @@ class WholeBatches:
 
 def _size(batch: Any) -> int:
     """Return the number of samples: an index that is no list or array is one, whatever the data set returns for it."""
-    return len(batch) if isinstance(batch, list) or getattr(batch, "ndim", 0) else 1
+    return len(batch) if isinstance(batch, list) or getattr(batch, "ndim", 0) > 0 else 1
 
 
 def _batches_of(batches: list[list[int]], samples: int) -> int:

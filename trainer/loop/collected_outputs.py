@@ -115,8 +115,9 @@ class CollectedOutputs:
         owner, name, key = path
         values: Any = vars(self._owners[owner])
         if key is not None:
-            values, name = values.setdefault(name, {}), key
-        found: list[Any] = values[name] if isinstance(values, list) else values.setdefault(name, [])
+            values = values.setdefault(name, {})
+        place = name if key is None else key
+        found: list[Any] = values[place] if isinstance(values, list) else values.setdefault(place, [])
         return found
 
 

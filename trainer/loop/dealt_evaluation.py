@@ -21,7 +21,7 @@ class Turn(NamedTuple):
     """What this rank does with a batch.
 
     Args:
-        index: of the batch in one process.
+        number: index of the batch in one process.
         shown: index that user code sees.
         runs: whether the batch is this rank's.
         pads: whether it runs along without weight instead, as other ranks have a batch.
@@ -29,7 +29,7 @@ class Turn(NamedTuple):
         weight: factor of this rank's value in a mean over ranks that leaves out those that pad.
     """
 
-    index: int
+    number: int
     shown: int
     runs: bool
     pads: bool

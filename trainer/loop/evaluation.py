@@ -93,7 +93,7 @@ class ExactEvaluationLoop(_EvaluationLoop):
         if turn.runs:
             with self._results.weighted(turn.weight):
                 super()._evaluation_step(batch, turn.shown, dataloader_idx, dataloader_iter)
-            self._collected.note(dataloader_idx, turn.index)
+            self._collected.note(dataloader_idx, turn.number)
         elif turn.pads:
             with without_trace(self.trainer), self._results.padding():
                 super()._evaluation_step(batch, turn.shown, dataloader_idx, dataloader_iter)
@@ -165,7 +165,7 @@ class OrderedPredictionLoop(_PredictionLoop):
         if turn.pads:
             del kept[count:]
         else:
-            self._collected.note(dataloader_idx, turn.index)
+            self._collected.note(dataloader_idx, turn.number)
         progress: Any = self.batch_progress
         if _must_stop(self.trainer, dataloader_iter) and not progress.is_last_batch:
             signals: Any = self.trainer._signal_connector

@@ -4,11 +4,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.callbacks.modules import Paper, Regression, loader, train
 from trainwright import Trainer
@@ -28,13 +30,30 @@ def test_single_process_logs_exact_loss(every_n_steps: int | None) -> None:
     assert heard.events == []
 
 
-def test_accumulation() -> None:
-    """Including a last step of an epoch with one micro-batch."""
-    module, written = train(GlobalLoss(2), max_epochs=2, accumulate_grad_batches=3, data=loader(28, 4))
+@pytest.mark.parametrize("kind", [pl.Trainer, Trainer])
+@pytest.mark.parametrize("cut", ["limit", "end", "stream"])
+def test_accumulation(kind: Any, cut: str) -> None:
+    """Including a last step of an epoch with one micro-batch, whose weights are those of Lightning."""
+    data = loader(28 if cut == "end" else 40, 4)
+    options: Any = {"limit_train_batches": 7} if cut != "end" else {}
+    if cut == "stream":
+        data = DataLoader(Streamed(data.dataset), batch_size=4)
+    module, written = train(GlobalLoss(2), kind=kind, max_epochs=2, accumulate_grad_batches=3, data=data, **options)
     losses = torch.tensor(module.losses).view(2, 7)
-    wanted = torch.cat((losses[:, :6].reshape(2, 2, 3).sum(dim=2), losses[:, 6:]), dim=1) / 3
+    wanted = torch.cat((losses[:, :6].reshape(2, 2, 3).mean(dim=2), losses[:, 6:]), dim=1)
     assert list(written.column("loss")) == list(range(6))
     assert list(written.column("loss").values()) == pytest.approx(wanted.flatten().tolist())
+    alone, _ = train(kind=pl.Trainer, max_epochs=2, accumulate_grad_batches=3, data=data, **options)
+    for mine, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Streamed(IterableDataset):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return (self.data[index] for index in range(len(self.data)))
 
 
 def test_resumed_run_continues_steps(tmp_path: Path) -> None:
