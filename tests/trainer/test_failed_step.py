@@ -50,8 +50,8 @@ def resumed(strategy: str, place: str) -> list[Any]:
     loader = DataLoader(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), batch_size=4)
     options: dict[str, Any] = {"global_batch_size": 8, "max_steps": 6, "enable_checkpointing": True}
     make_trainer(strategy, **options).fit(whole := Net(), loader)
+    callbacks = [OnExceptionCheckpoint(f"saved-{place}")]
     with pytest.raises(ValueError, match="boom"):
-        callbacks = [OnExceptionCheckpoint(f"saved-{place}")]
         make_trainer(strategy, **options, callbacks=callbacks).fit(Net(place), loader)
     make_trainer(strategy, **options).fit(again := Net(), loader, ckpt_path=f"saved-{place}/on_exception.ckpt")
     return [{name: value.tolist() for name, value in each.state_dict().items()} for each in (whole, again)]
