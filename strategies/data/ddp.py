@@ -99,7 +99,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._has_run_backward = False
         used = self._used = set[str]()
         self._watches = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))  # type: ignore[misc]
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
             for name, parameter in self._averaged.items()
         ]
         super().configure_ddp()

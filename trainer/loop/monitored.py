@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from trainwright.trainer.loop.results import LeanResults
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
 
-_OF_RANKS = {"mean": math.fsum, "sum": math.fsum, "max": max, "min": min}
+_OF_RANKS: dict[str, Callable[[Iterable[float]], float]] = {"mean": math.fsum, "sum": math.fsum, "max": max, "min": min}
 
 
 class MonitoredValues:
@@ -63,7 +64,8 @@ class MonitoredValues:
         kind = "" if metric is None or (metric.meta.on_epoch and not of_step) else _kind(metric)
         mine = self._seen.get(metric.meta.name) if kind else None if value is None else float(value)  # type: ignore[union-attr]
         rates = [str([group.get("lr") for group in each.param_groups]) for each in trainer.strategy.optimizers]
-        gathered = trainer.fit_loop.data_ranks.gather((mine, rates))
+        fit_loop: Any = trainer.fit_loop
+        gathered = fit_loop.data_ranks.gather((mine, rates))
         refuse_different_rates([each for _, each in gathered])
         found = [each for each, _ in gathered if each is not None]
         if value is None or not found:
