@@ -23,7 +23,7 @@ class Tolerance:
     def of(program: Program) -> Tolerance:
         """Return those for the precision of a program."""
         if program.precision != "32-true":
-            return Tolerance(5e-2, 5e-2)
+            return Tolerance(5e-2, 0.2)
         if program.double:
             # Certain parts compute in float32 in any case.
             return Tolerance(2e-6, 2e-6)

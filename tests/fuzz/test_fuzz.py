@@ -19,7 +19,7 @@ from tests.fuzz.script import script
 from tests.fuzz.shrink import shrunk
 
 # `make fuzz SEEDS=...` runs others.
-SEEDS = (0, 1, 3)
+SEEDS = (0, 1, 2, 3, 4, 6, 9, 13, 14, 17)
 CELLS = [(seed, cell) for seed in SEEDS for cell in cells_of(seed, program_of(seed))]
 
 
@@ -62,7 +62,7 @@ def test_wrong_weights_of_micro_batches_are_seen(ranks: Any, loss: str, double: 
     whole, halves = (ranks(train, 1, program, None, parts, init_group=False) for parts in (1, 2))
     found = [text for text in Cell(program, ("pipeline",)).differences(halves, whole) if "loss_" not in text]
     assert bool(found) == (loss in NOT_MEANS), found
-    assert any("loss of step 2" in text for text in found) == any("net." in text for text in found) == bool(found)
+    assert any("loss of step" in text for text in found) == any("net." in text for text in found) == bool(found)
 
 
 def test_failures_are_shrunk_to_what_they_need() -> None:
