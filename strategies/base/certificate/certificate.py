@@ -136,11 +136,20 @@ class Certificate:
         when = f"a batch after step {step}" if self.patterns.certificates else "the first batch"
         self._report(
             f"The layout {strategy.layout} does not compute what {name} as written computes on {when}: "
-            f"{outcome.problem()}",
+            f"{outcome.problem()}{self._accumulation_hint(strategy) if outcome.wrong else ''}",
             strategy,
             outcome.module,
         )
         return False
+
+    @staticmethod
+    def _accumulation_hint(strategy: Any) -> str:
+        count = strategy.lightning_module.trainer.accumulate_grad_batches
+        hint = (
+            f"; accumulation divides the loss by {count}, but no gradients that an autograd.Function adds in backward: "
+            "if there is one, use micro-batches as large as the step's (accumulate_grad_batches=1)"
+        )
+        return hint if count > 1 else ""
 
     def _report(self, problem: str, strategy: Any, module: str = "") -> None:
         text = f"{problem}. No weight has changed."
