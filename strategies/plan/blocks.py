@@ -152,8 +152,10 @@ class _Recomputed:
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
         # Non-reentrant: supports keyword arguments, repeated backward and sharded parameters.
-        again = lambda: (nullcontext(), _without_statistics(self._norms))  # noqa: E731
-        return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False, context_fn=again)
+        options: dict[str, Any] = {}
+        if self._norms and not torch.compiler.is_compiling():
+            options["context_fn"] = lambda: (nullcontext(), _without_statistics(self._norms))
+        return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False, **options)
 
 
 @contextmanager

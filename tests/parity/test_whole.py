@@ -202,6 +202,27 @@ class PenalisesByFactor(Untied):
         return self.loss(batch) + (self.factor * self.net.blocks[0].attention.query.weight).square().sum()
 
 
+class OptimizesByHand(Untied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class NamesTwice(Untied):
+    """Registers an embedding under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.net.embedding
+
+
 class WritesElements(Untied):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -262,6 +283,8 @@ EQUAL = [
     ("zero3", AveragesLists),
     ("context", AveragesLists),
     ("tensor x shard", Averages),
+    ("tensor x shard", OptimizesByHand),
+    ("tensor", NamesTwice),
     ("tensor", Clamps),
     ("tensor", PenalisesByFactor),
     ("tensor", Draws),

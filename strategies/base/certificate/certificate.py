@@ -182,6 +182,7 @@ class Certificate:
             is_prompt = reason.startswith(STRUCTURE) and -since == check.step
             when, advice = f"batch after step {-since:.0f} ({reason})", _PROMPT if is_prompt else _LATE.format(right)
         problem = f"does not compute what {name} as written computes on the {when}: {outcome.problem()}"
+        problem += _accumulation_hint(strategy) if outcome.wrong else ""
         self._report(f"The layout {strategy.layout} {problem}", strategy, outcome.module, advice)
         return False
 
@@ -193,6 +194,15 @@ class Certificate:
                 "(in Python certificate='warn')."
             )
         rank_zero_warn(f"{text} Training continues (certificate=warn).")
+
+
+def _accumulation_hint(strategy: Any) -> str:
+    count = strategy.lightning_module.trainer.accumulate_grad_batches
+    hint = (
+        f"; accumulation divides the loss by {count}, but no gradients that an autograd.Function adds in backward: "
+        "if there is one, use micro-batches as large as the step's (accumulate_grad_batches=1)"
+    )
+    return hint if count > 1 else ""
 
 
 def _is_finite(module: nn.Module) -> bool:

@@ -213,7 +213,8 @@ def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_id
                     if loss is not None and module.automatic_optimization:
                         losses.append(float(loss.detach().float().item()) * trial.share)
                         if loss.requires_grad:
-                            module.backward(loss * trial.share)
+                            # Scaled as by accumulation, which must scale gradients alike.
+                            module.backward(loss * trial.share / module.trainer.accumulate_grad_batches)
             streamed.take_kept()
             trial.losses += [sum(losses)] if losses else []
             trial.state, trial.written = before.changes(), streamed.changed()
@@ -326,7 +327,8 @@ def _gather_results(
         if each.name in layout.gradients:
             table[row, :WIDTH] = layout.gradients[each.name]
         if plain is not None and each.name in plain.gradients:
-            table[row, WIDTH : 2 * WIDTH] = plain.gradients[each.name] / ranks
+            micro_batches = strategy.lightning_module.trainer.accumulate_grad_batches
+            table[row, WIDTH : 2 * WIDTH] = plain.gradients[each.name] * micro_batches / ranks
         # In manual optimization, gradients are complete only for the optimizer that steps.
         table[row, -1] = each.name in layout.stepped if layout.stepped is not None else layout.is_automatic
     sizes = [losses.numel(), values.numel(), table.numel()]

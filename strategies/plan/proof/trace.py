@@ -362,5 +362,5 @@ def variants_of(module: nn.Module, call: BlockCall) -> Iterator[BlockCall]:
         if value is None:
             given = [torch.randn(shape, device=like.device).requires_grad_() for shape in shapes]
         for each in given:
-            changed = inspect.BoundArguments(bound.signature, {**bound.arguments, name: each})  # type: ignore[arg-type]
+            changed = inspect.BoundArguments(bound.signature, {**bound.arguments, name: each})
             yield BlockCall(changed.args, changed.kwargs)

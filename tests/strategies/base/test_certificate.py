@@ -299,6 +299,48 @@ def test_as_written_stays_on_the_device() -> None:
         assert module.device == module.metric.device == module.metric.mean_value.device == device
 
 
+class AddsGradients(torch.autograd.Function):
+    """Returns its first input, and adds the gradient of a loss in backward, of any scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(())
+
+
+class Balanced(pl.LightningModule):
+    """Adds an auxiliary loss in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return AddsGradients.apply(self.layer(batch), self.layer.weight.square().sum()).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_balanced(micro_batches: int) -> str:
+    trainer = make_trainer("zero2", ON, max_steps=1, accumulate_grad_batches=micro_batches)
+    try:
+        trainer.fit(Balanced(), DataLoader(torch.ones(8, 4), batch_size=2))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_sees_gradients_that_accumulation_does_not_scale(ranks: Any) -> None:
+    assert ranks(train_balanced, 2, 1) == ["", ""]
+    for text in ranks(train_balanced, 2, 2):
+        assert "gradients of 1 of 2 parameters differ" in text
+        assert "accumulate_grad_batches=1" in text
+
+
 class Growing(pl.LightningModule):
     """One more addition in every step."""
 

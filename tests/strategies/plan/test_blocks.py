@@ -103,6 +103,18 @@ def test_checkpointing_recomputes(mode, patterns):
     assert type(checked.layers[0]) is Block
 
 
+def test_recomputation_updates_no_statistics():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    checkpoint_activations(models[1], "full", [models[1]], None)
+    for model in models:
+        model(torch.arange(20.0).view(5, 4)).square().sum().backward()
+    assert torch.equal(models[0][0].weight.grad, models[1][0].weight.grad)
+    for (name, kept), found in zip(models[0].named_buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(kept, found), name
+
+
 def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
