@@ -116,7 +116,7 @@ class CollectedOutputs:
         values: Any = vars(self._owners[owner])
         if key is not None:
             values = values.setdefault(name, {})
-        place = name if key is None else key
+        place: Any = name if key is None else key
         found: list[Any] = values[place] if isinstance(values, list) else values.setdefault(place, [])
         return found
 

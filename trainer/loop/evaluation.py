@@ -37,7 +37,7 @@ class ExactEvaluationLoop(_EvaluationLoop):
         super().__init__(trainer, trainer_fn, stage, verbose=verbose, inference_mode=inference_mode)
         self._results = LeanResults(training=False)
         self._random_state: dict[str, Tensor] = {}
-        self._reloaded: int | None = None  # as saved, the epoch at which loaders were last reloaded
+        self._reloaded: float | None = None  # as saved, the epoch at which loaders were last reloaded
 
     def run(self) -> Any:
         """Evaluate on all batches."""
@@ -62,13 +62,14 @@ class ExactEvaluationLoop(_EvaluationLoop):
             self._dealt = DealtEvaluation(self.trainer, self._combined_loader, self._max_batches)
             self._max_batches = self._dealt.shown()
 
-    def on_save_checkpoint(self) -> dict[str, Any]:
-        """Return the epoch of the last reload."""
-        return {} if self._combined_loader is None else {"reloaded": self._last_val_dl_reload_epoch}
+    @property
+    def reloaded(self) -> float | None:
+        """Epoch in which the loaders of a fit were last made; ``None``: never."""
+        return None if self._combined_loader is None else self._last_val_dl_reload_epoch
 
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Load the epoch of the last reload."""
-        self._reloaded = state_dict.get("reloaded")
+    @reloaded.setter
+    def reloaded(self, epoch: float | None) -> None:
+        self._reloaded = epoch
 
     def reset(self) -> None:
         """Start reading."""

@@ -275,6 +275,7 @@ class ResumableFitLoop(_FitLoop):
             "cursor": cursor.to_json(),
             "logged": self.data_ranks.gather_logged(mine),
             "reloaded": self._last_train_dl_reload_epoch,
+            "validation_reloaded": self.epoch_loop.val_loop.reloaded,  # type: ignore[attr-defined]
             **({} if self.trainer.balance is None else {"balance": self.trainer.balance.state()}),
             # Reading of the next epoch has not started.
             "reading": self.epoch_loop.reading and not cursor.finished,
@@ -297,6 +298,7 @@ class ResumableFitLoop(_FitLoop):
             self.skipped = self._loaded.skipped
         self._pending, self._started = True, None
         self._logged, self._reloaded = state_dict.get("logged", []), state_dict.get("reloaded")
+        self.epoch_loop.val_loop.reloaded = state_dict.get("validation_reloaded")  # type: ignore[attr-defined]
         if self.trainer.balance is not None:
             self.trainer.balance.load_state(state_dict.get("balance"))
         if saved is None and state_dict.get("combined_loader"):
