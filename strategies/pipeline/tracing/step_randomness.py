@@ -34,10 +34,8 @@ class StepRandomness:
 
     def next_seed(self) -> int:
         """Return the first of the next :meth:`seeds`, which are not drawn yet. A collective."""
-        before = torch.get_rng_state()
-        (seed,) = self.seeds(1)
-        torch.set_rng_state(before)
-        return seed
+        with torch.random.fork_rng(devices=[]):
+            return self.seeds(1)[0]
 
     @contextmanager
     def outside(self, seed: int) -> Iterator[None]:
