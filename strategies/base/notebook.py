@@ -71,7 +71,8 @@ class ForkLauncher(_MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: pl.Trainer) -> None:
         if worker_output.weights_path is not None:
             _load(trainer.lightning_module, materialised(RunState.open(str(worker_output.weights_path)).tree))
-        for callback, of_rank in zip(trainer.checkpoint_callbacks, worker_output.best_model_path or "", strict=True):
+        saved: Any = worker_output.best_model_path
+        for callback, of_rank in zip(trainer.checkpoint_callbacks, saved, strict=True):
             if hasattr(callback, "take_over"):
                 callback.take_over(of_rank)
             elif of_rank is not None:

@@ -414,8 +414,7 @@ class PipelineEngine:
         """
         if kind in self._relays:
             everything, draws = self._relays[kind]
-            run = RelayPass(self.cut, self._ranks, self._channel, None, everything)
-            output = self._relayed(run, function, draws)
+            output = self._relayed(RelayPass(self.cut, self._ranks, self._channel, None, everything), function, draws)
             self._spend_seed(draws)
             return output
         trace = DependencyTrace(self.cut, self._device)
