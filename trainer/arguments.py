@@ -120,9 +120,8 @@ def refuse_other_package(given: Iterable[Any]) -> None:
     for each in (each for value in given for each in _listed(value)):
         if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(each).__mro__):
             raise TypeError(
-                f"{type(each).__name__} is of the package pytorch_lightning, whose classes are others than those of "
-                "lightning.pytorch, for which Trainwright is made. Where it is defined, type `import lightning.pytorch "
-                "as pl` instead of `import pytorch_lightning as pl` (and `from lightning.pytorch...`)."
+                f"{type(each).__name__} is of the package pytorch_lightning, whose classes are not those of Lightning. "
+                "Where it is defined, type `import lightning.pytorch as pl`; the names in it are the same."
             )
 
 
@@ -136,10 +135,7 @@ def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
     found = {**vars(_parse_env_variables(Trainer)), **vars(_parse_env_variables(trainer))}
     found = {name: value for name, value in found.items() if name not in given}
     # Hydra instantiates with its own kind of list.
-    given = {
-        name: list(value) if isinstance(value, Sequence) and not isinstance(value, str | tuple) else value
-        for name, value in given.items()
-    }
+    given = {n: list(v) if isinstance(v, Sequence) and not isinstance(v, str | tuple) else v for n, v in given.items()}
     if found:
         values = ", ".join(f"{name}={value!r}" for name, value in found.items())
         rank_zero_info(f"From PL_TRAINER_* variables of the environment: {values}.")

@@ -261,8 +261,7 @@ class PipelineEngine:
         own = [*trace.needs, trace.results], trace.mutated, problems, error is None, *flags
         found = all_gather_values(own, self._group, self._device)
         if len({each[3] for each in found}) > 1:
-            other = "training_step failed on another stage of the pipeline; see the error of its rank."
-            raise error or RuntimeError(other)
+            raise error or RuntimeError("training_step failed on another stage of the pipeline: see its rank's error.")
         forms, left = run.known()
         if len(forms) == len(self.cut.blocks):
             needs = [(each[0], each[1]) for each in found]

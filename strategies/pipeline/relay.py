@@ -72,7 +72,7 @@ class RelayPass:
         """Run a block of this rank, or return the received result; see :class:`Pass`."""
         count = len(self._cut.blocks)
         if index == 0 and self._next in (0, count):
-            self._next, self._in_gap = 0, False
+            self._next, self._exchanged, self._in_gap = 0, 0, False
             self.passes += 1
         if index != self._next:
             raise RuntimeError(order_message(self._cut.names, index, self._next))
@@ -113,23 +113,20 @@ class RelayPass:
                 value = block_values.observed_call(block, call, args, kwargs, self._cut.engine_hooks, self.trace)
             to_spec(tuple(value), name)
         except Exception as error:
-            self._exchange_failure(index, error)
+            self.fail(error, index + 1)
             raise
         self._channel.broadcast(rank, tuple(value), name)
         self._exchanged = index + 1
         self._keep(index, value, name)
         return value.output
 
-    def _exchange_failure(self, index: int, error: Exception) -> None:
-        name = self._cut.names[index]
-        text = f"The block {name!r} failed on its rank: {type(error).__name__}: {error}"
-        self._channel.broadcast(self._ranks[self._cut.stage_of_block(index)], text, name)
-        self._exchanged = index + 1
-
-    def fail(self, error: Exception) -> None:
-        """Exchange an error of code outside of the blocks, for ranks without one, which wait for the next block."""
-        for index in range(self._exchanged, len(self._cut.blocks)):
-            self._exchange_failure(index, error)
+    def fail(self, error: Exception, blocks: int | None = None) -> None:
+        """Exchange an error in place of the next values up to ``blocks``, default all: other ranks wait for them."""
+        for index in range(self._exchanged, blocks or len(self._cut.blocks)):
+            name = self._cut.names[index]
+            text = f"The block {name!r} failed on its rank: {type(error).__name__}: {error}"
+            self._channel.broadcast(self._ranks[self._cut.stage_of_block(index)], text, name)
+            self._exchanged = index + 1
 
     def _keep(self, index: int, value: BlockValue, name: str) -> None:
         self._forms[index], tensors = value.to_spec(name)

@@ -165,11 +165,15 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, index):
         if index == 1 and self.global_rank == 1:
-            os.kill(os.getpid(), 9) if "kill" in sys.argv else self.fail()
+            how = {"kill": lambda: os.kill(os.getpid(), 9), "exit": lambda: os._exit(0), "ctrl-c": self.interrupt}
+            how.get(sys.argv[1], self.fail)()
         return self.net(batch[0]).sum()
 
     def fail(self):
         raise ValueError("boom")
+
+    def interrupt(self):
+        raise KeyboardInterrupt
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -184,6 +188,8 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, **quiet).fit(
 @pytest.mark.parametrize(("how", "told"), [
     ("raise", "rank 1 of 2 failed with ValueError: boom; the others were ended"),
     ("kill", "rank 1 of 2 was ended by SIGKILL (from outside"),
+    ("exit", "rank 1 of 2 ended with exit code 0 before the others"),
+    ("ctrl-c", "rank 1 of 2 ended with exit code 1 without an error of its own (KeyboardInterrupt?)"),
 ])  # fmt: skip
 def test_script_prints_one_error(how: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)

@@ -106,8 +106,7 @@ class Splitter:
         rounded = {name: p for name, p in rounded.items() if name not in float8}
         if rounded:
             # FSDP2 would reduce gradients of rounded weights in 16 bit.
-            split = (p.dtype for p in block.parameters() if p.requires_grad and p not in options["ignored_params"])
-            stored = next(split, torch.float32)
+            stored = next((p.dtype for p in block.parameters() if p.requires_grad), torch.float32)
             options = {**options, "mp_policy": self._policy(stored)}
         self._split_within(block, options)
         fully_shard(block, **options)

@@ -174,8 +174,7 @@ class StepState:
         self._begun, self._given = {}, {}
         for stage in dict.fromkeys(place.stage for place in self._shared):
             mine = [place for place in self._shared if place.stage == stage]
-            own = {f"{place.path}.{place.name}": self._get(place) for place in mine}
-            own = {label: value for label, value in own.items() if value is not _ABSENT}
+            own = {f"{p.path}.{p.name}": value for p in mine if (value := self._get(p)) is not _ABSENT}
             values = self._channel.broadcast(self._ranks[stage], own, "The module's state")
             for place in mine:
                 self._put(place, values.get(f"{place.path}.{place.name}", _ABSENT))

@@ -269,6 +269,8 @@ class Mixed(pl.LightningModule):
         torch.manual_seed(0)
         self.shift = nn.Parameter(torch.linspace(0.1, 0.5, 8, dtype=torch.float64))
         self.factor = nn.Parameter(torch.tensor(0.7))
+        for parameter in (self.shift, self.factor):
+            parameter.register_hook(lambda gradient: 3 * gradient)
         self.number = nn.Parameter(torch.arange(8), requires_grad=False)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
         for block in self.blocks:
@@ -282,7 +284,7 @@ class Mixed(pl.LightningModule):
         return x.square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.001)
 
 
 def mixed(strategy: str, options: dict[str, Any], batch_size: int) -> dict[str, Tensor]:
