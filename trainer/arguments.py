@@ -72,7 +72,7 @@ def with_progress_bar(kwargs: Mapping[str, Any]) -> list[Callback]:
 
 def _listed(given: Any) -> list[Any]:
     """Return callbacks or plugins, which may be given one by one, as a list."""
-    return list(given) if isinstance(given, list | tuple) else [given] if given else []
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
 
 
 def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | Strategy:

@@ -35,7 +35,7 @@ from trainwright.strategies.pipeline.tracing.module_state import ModuleState
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes, needs_everything, plan_routes
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.tracing.step_state import StatePlace, StepState, find_places
-from trainwright.strategies.pipeline.training import Rehearsing, Run, Step, Training
+from trainwright.strategies.pipeline.training import PipelineStep, Rehearsing, Run, Training
 from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueChannel
 
 
@@ -100,9 +100,9 @@ class PipelineEngine:
         self._training: Training | None = None
         self._randomness = StepRandomness(group, self._device, self.from_last_stage)
         self._is_compiled = False
-        # Kind of relay -> whether every rank gets all block values; whether blocks draw random numbers, if code outside
-        # of them does (else None).
-        self._relays: dict[str, tuple[bool, bool | None]] = {}
+        # Kind of relay -> whether every rank gets all block values, and whether it draws random numbers outside of
+        # blocks.
+        self._relays: dict[str, tuple[bool, bool]] = {}
         self._is_whole = False
         self.stages = [self._make_stage(index, sent_as) for index in cut.mine]
 
@@ -201,7 +201,7 @@ class PipelineEngine:
                 batches.check_samples(batch, self._dims, size, samples)
             self._training = self._trace_first_step(arguments[0], len(parts))
         sizes = batches.part_sizes(size, len(parts))
-        return self._training.run(Step((args, kwargs), arguments, batch, parts, sizes, scale))
+        return self._training.run(PipelineStep((args, kwargs), arguments, batch, parts, sizes, scale))
 
     def _split(self, batch: Any) -> tuple[int, list[Any]]:
         size = batches.batch_size_of(batch, self._dims)
@@ -257,8 +257,8 @@ class PipelineEngine:
         restore_draw_counts(counts)
         trace.finish()
         problems += trace.problems
-        flags = trace.draws, trace.draws_inside, trace.joins
-        own = [*trace.needs, trace.results], trace.mutated, problems, error is None, *flags
+        needs = [*trace.needs, trace.results]
+        own = needs, trace.mutated, problems, error is None, trace.draws, trace.joins
         found = all_gather_values(own, self._group, self._device)
         if len({each[3] for each in found}) > 1:
             raise error or RuntimeError("training_step failed on another stage of the pipeline: see its rank's error.")
@@ -276,9 +276,9 @@ class PipelineEngine:
             StepState(self._module, places, self._ranks, self._channel) if places else None,
             self._randomness, ranks=self._ranks, group=self._group, device=self._device,
             schedule=self._schedule_name, run=self._run, rehearsing=self._rehearsing,
-            draws=(any(each[4] for each in found), any(each[5] for each in found)),
+            draws=any(each[4] for each in found),
         )  # fmt: skip
-        training.is_whole = micro_batches > 1 and any(each[6] for each in found)
+        training.is_whole = micro_batches > 1 and any(each[5] for each in found)
         return training
 
     # Evaluation
@@ -361,9 +361,9 @@ class PipelineEngine:
         if kind in self._relays:
             everything, draws = self._relays[kind]
             run = RelayPass(self.cut, self._ranks, self._channel, None, everything)
-            output = self._relayed(run, function, draws is not None)
+            output = self._relayed(run, function, draws)
             if draws:
-                self._randomness.use_own()
+                self._randomness.leave()
             return output
         trace = DependencyTrace(self.cut, self._device)
         run = RelayPass(self.cut, self._ranks, self._channel, trace, everything=True)
@@ -373,12 +373,11 @@ class PipelineEngine:
         trace.finish()
         routes = StageRoutes(self.cut, (), *run.known())
         everything = len(routes.forms) == len(self.cut.blocks) and needs_everything(routes, trace)
-        flags = torch.tensor([int(everything), int(trace.draws), int(trace.draws_inside)], device=self._device)
+        flags = torch.tensor([int(everything), int(trace.draws)], device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        everything, draws, draws_inside = map(bool, flags.tolist())
-        self._relays[kind] = everything, draws_inside if draws else None
-        if draws_inside or not draws:
-            self._randomness.use_own()
+        everything, draws = map(bool, flags.tolist())
+        self._relays[kind] = everything, draws
+        self._randomness.leave(draws)
         return output
 
     def _relayed(self, run: RelayPass, function: Callable[[], Any], draws: bool = True) -> Any:
@@ -386,7 +385,7 @@ class PipelineEngine:
         with ExitStack() as stack:
             stack.enter_context(with_attributes(self._gates, current=run))
             if draws:
-                stack.enter_context(self._randomness.shared())
+                self._randomness.share()
             if run.trace is not None:
                 if self._is_compiled:  # compiled code cannot be traced, and would be recompiled for this run
                     stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -18,8 +18,9 @@ from trainwright.strategies.pipeline.tracing import block_values
 from trainwright.strategies.pipeline.tracing.block_values import BlockValue, Call, Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import Source
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
+from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.tracing.whole_batch import Kind, NotAdditive, Rehearsal, Replay, StandIns
+from trainwright.strategies.pipeline.tracing.whole_batch import Kind, NotAdditive, Rehearsal, Replay
 from trainwright.strategies.pipeline.value_spec import tensors_in
 
 

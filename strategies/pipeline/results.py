@@ -22,7 +22,7 @@ from trainwright.strategies.pipeline.value_spec import ValueChannel
 _REDUCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """What the last stage found in a step.
 
     Attributes:
@@ -176,7 +176,7 @@ class Publisher:
         self._sent: tuple[Any, bytes] = (None, b"")
         self._known: tuple[bytes, Any] = (b"", None)
 
-    def publish(self, recorder: LogRecorder, log: Callable[..., Any], verdict: Verdict) -> tuple[Any, Verdict]:
+    def publish(self, recorder: LogRecorder, log: Callable[..., Any], verdict: StepVerdict) -> tuple[Any, StepVerdict]:
         """Return output and verdict of the last stage, and log recorded values, on every rank. A collective.
 
         Args:
@@ -193,7 +193,7 @@ class Publisher:
         if isinstance(received, str):
             raise TypeError(received)
         description, tensors, numbers, found = received
-        verdict = Verdict(*found)
+        verdict = StepVerdict(*found)
         if verdict.problem or verdict.is_redone:
             return None, verdict
         if description != self._known[0]:
@@ -218,7 +218,7 @@ class Publisher:
                 return next(tensor)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), how[1])
 
-    def _describe(self, recorder: LogRecorder, verdict: Verdict) -> tuple[Any, ...] | str:
+    def _describe(self, recorder: LogRecorder, verdict: StepVerdict) -> tuple[Any, ...] | str:
         """Return description, tensors, numbers and verdict; or why they cannot be sent."""
         if verdict.problem or verdict.is_redone:
             return b"", [], torch.empty(0, device=self._device), tuple(verdict)

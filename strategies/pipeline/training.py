@@ -22,15 +22,16 @@ from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass
-from trainwright.strategies.pipeline.results import LogRecorder, Publisher, Verdict, no_log, redirected_log
+from trainwright.strategies.pipeline.results import LogRecorder, Publisher, StepVerdict, no_log, redirected_log
 from trainwright.strategies.pipeline.schedules import make_schedule, orders_of
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, releasable_sends
 from trainwright.strategies.pipeline.stage import Activation, UserStepStage, arrive
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
+from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.tracing.step_state import StepState
-from trainwright.strategies.pipeline.tracing.whole_batch import MixedSamplesError, Rehearsal, Replay, StandIns
+from trainwright.strategies.pipeline.tracing.whole_batch import MixedSamplesError, Rehearsal, Replay
 from trainwright.strategies.plan.slots import Slot
 
 Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
@@ -51,7 +52,7 @@ class Rehearsing(Protocol):
 
 
 @dataclass
-class Step:
+class PipelineStep:
     """A step of one batch.
 
     Args:
@@ -89,7 +90,7 @@ class Training:
         schedule: its name.
         run: see :class:`PipelineEngine`.
         rehearsing: ``None``: micro-batches are weighted by samples, without a rehearsal.
-        draws: whether the step draws random numbers outside of the blocks, and within.
+        draws: whether the step draws random numbers outside of the blocks.
 
     Attributes:
         is_whole: whether the code after the blocks runs once per batch.
@@ -111,17 +112,17 @@ class Training:
         schedule: str,
         run: Run,
         rehearsing: Rehearsing | None,
-        draws: tuple[bool, bool],
+        draws: bool,
     ) -> None:
         self._module, self._cut, self._gates, self._stages = module, cut, gates, stages
         self._routes, self._state, self._randomness = routes, state, randomness
         self._group, self._device, self._schedule_name, self._run = group, device, schedule, run
-        self._rehearsing, (self._draws, self._draws_inside) = rehearsing, draws
+        self._rehearsing, self._draws = rehearsing, draws
         self._ends = cut.stages - 1 in cut.mine
         self._publisher = Publisher(group, ranks[-1], device)
         self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._metrics = [sub for sub in module.modules() if isinstance(sub, Metric)]
-        self._step: Step | None = None
+        self._step: PipelineStep | None = None
         self.is_whole = False
         if rehearsing is not None:
             self._stand_ins = StandIns(rehearsing.parameters, self._shown, device)
@@ -132,7 +133,7 @@ class Training:
         with with_attributes(self._gates, current=None), self._rehearsing.shown(parameters):
             yield
 
-    def run(self, step: Step) -> Any:
+    def run(self, step: PipelineStep) -> Any:
         """Run forward and backward of all micro-batches; returns the step's result on every rank. A collective."""
         if self._state is not None:
             self._state.begin_step()
@@ -155,7 +156,7 @@ class Training:
             self._state.end_step()
         return output
 
-    def _attempt(self, step: Step) -> tuple[Any, Verdict]:
+    def _attempt(self, step: PipelineStep) -> tuple[Any, StepVerdict]:
         count, log, draws = len(step.parts), getattr(self._module, "log", no_log), self._draws
         self._step = step
         step.restart()
@@ -165,7 +166,7 @@ class Training:
             stage.run_tail = self._run_tail if self.is_whole and stage.is_last and count > 1 else None
         try:
             if draws:
-                self._randomness.begin(self._draws_inside)
+                self._randomness.begin()
             if self._rehearsing is not None and count > 1:
                 self._rehearse(step)
                 step.is_lost = self._ends and step.rehearsal.draws and not draws
@@ -179,11 +180,13 @@ class Training:
         except BaseException:
             self.forget()
             raise
-        verdict = Verdict(step.problem, step.is_lost, draws or (step.rehearsal is not None and step.rehearsal.draws))
+        verdict = StepVerdict(
+            step.problem, step.is_lost, draws or (step.rehearsal is not None and step.rehearsal.draws)
+        )
         self.end()
         output, verdict = self._publisher.publish(step.recorder, log, verdict)
         if draws:
-            self._randomness.end(self._draws_inside)
+            self._randomness.end()
         self._draws = verdict.draws
         if verdict.is_redone:
             for metric, states in metrics:
@@ -200,7 +203,7 @@ class Training:
 
     # ---- the whole batch -------------------------------------------------------------------------------------------
 
-    def _rehearse(self, step: Step) -> None:
+    def _rehearse(self, step: PipelineStep) -> None:
         """Run the step on the whole batch without values; only up to the blocks where the last stage is elsewhere."""
         assert self._rehearsing is not None
         batch = batches.copied(step.batch)

@@ -32,6 +32,7 @@ from trainwright.strategies.contract import gradients
 from trainwright.strategies.contract.gradients import widest
 from trainwright.strategies.data.ddp import DDPStrategy
 from trainwright.strategies.data.single import SingleDeviceStrategy
+from trainwright.strategies.pipeline.tracing import sample_functions
 from trainwright.trainer.loop import loss_weighting
 
 
@@ -187,7 +188,7 @@ class Narrow(TorchDispatchMode):
 
 
 def test_apple_gpu_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gradients, loss_weighting):
+    for module in (gradients, loss_weighting, sample_functions):
         monkeypatch.setattr(module, "widest", lambda device: widest(torch.device("mps")))
     strategy, norms = SingleDeviceStrategy(), []
 

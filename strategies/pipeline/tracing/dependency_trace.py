@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.strategies.contract.attributes import with_attributes
-from trainwright.strategies.contract.randomness.state import random_state, torch_state
+from trainwright.strategies.contract.randomness.state import random_state
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.tracing.block_values import FIRST_ONLY, READS_NUMBERS, READS_VALUES, SHAPE_ONLY
 from trainwright.strategies.pipeline.value_spec import tensors_in
@@ -60,7 +60,7 @@ class DependencyTrace(TorchFunctionMode):
         needs: for each stage, the sources of its blocks' arguments, or of the step's results.
         results: sources of the step's results and of Python's decisions.
         problems: why the step cannot run in a pipeline.
-        draws, draws_inside: whether code outside of the blocks, or within, drew random numbers.
+        draws: whether code outside of the blocks drew random numbers.
         joins: whether code after the blocks must run once per batch, since it keeps statistics of its samples.
         reads_numbers: whether Python read numbers that depend on samples.
         mutated: block values changed in place: right after the block (``True``) or later.
@@ -71,7 +71,7 @@ class DependencyTrace(TorchFunctionMode):
         super().__init__()
         self._cut, self._device = cut, device
         self._random: Any = None
-        self.draws = self.draws_inside = self.joins = False
+        self.draws = self.joins = False
         self._listens = False
         self.problems: list[str] = []
         self._sources: Any = WeakIdKeyDictionary()
@@ -174,14 +174,9 @@ class DependencyTrace(TorchFunctionMode):
         self._record_mutations(lambda source: source.block == index - 1)
         self.needs[self._cut.stage_of_block(index)] |= self.of((args, kwargs))
 
-    @contextmanager
-    def running(self, index: int) -> Iterator[None]:
+    def running(self, index: int) -> AbstractContextManager[None]:
         """Mark a block of this rank as running inside."""
-        before = torch_state(self._device)
-        with with_attributes(self, inside=index):
-            yield
-        after = torch_state(self._device)
-        self.draws_inside |= any(not torch.equal(before[name], after[name]) for name in before)
+        return with_attributes(self, inside=index)
 
     def in_user_code(self) -> AbstractContextManager[None]:
         """Trace collectives of the user's step inside."""

@@ -30,15 +30,9 @@ class StepRandomness:
 
     # ---- training steps -----------------------------------------------------------------------------------------
 
-    def begin(self, draws_inside: bool) -> None:
-        """Start a training step: all stages take the last one's generators for code outside of the blocks.
-
-        Args:
-            draws_inside: whether blocks draw, so that the ranks' generators differ. If so, a collective.
-        """
-        self._inside = generators.torch_state(self._device)
-        if draws_inside:
-            generators.set_torch_state(self._of_last(self._inside), self._device)
+    def begin(self) -> None:
+        """Start a training step: all stages take the last one's generators for code outside of blocks. A collective."""
+        self.share()
         self._common, self._counts = generators.random_state(self._device), generators.draw_counts.copy()
         self._seed = int(torch.randint(2**62, ()))
 
@@ -56,11 +50,10 @@ class StepRandomness:
         if part is None:
             self._after = generators.random_state(self._device)
 
-    def end(self, draws_inside: bool) -> None:
-        """End a training step: all stages get the generators of the last one. A collective."""
+    def end(self) -> None:
+        """End a training step: all stages whose blocks drew nothing get the last one's generators. A collective."""
         generators.set_random_state(self._of_last(self._after), self._device)
-        if draws_inside:
-            self.use_own()
+        self.leave()
 
     def _of_last(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = sorted(state)
@@ -70,16 +63,15 @@ class StepRandomness:
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Run code outside of the blocks inside with the last stage's torch generators. A collective."""
-        self._inside = generators.torch_state(self._device)
+    def share(self) -> None:
+        """Take the last stage's torch generators for code outside of the blocks. A collective."""
+        self._inside, self._drew_inside = generators.torch_state(self._device), False
         generators.set_torch_state(self._of_last(self._inside), self._device)
-        yield
 
-    def use_own(self) -> None:
-        """Return to the rank's own torch generators, as blocks have advanced them."""
-        generators.set_torch_state(self._inside, self._device)
+    def leave(self, drew: bool = True) -> None:
+        """Return to the rank's own torch generators if blocks have advanced them, or code outside drew nothing."""
+        if self._drew_inside or not drew:
+            generators.set_torch_state(self._inside, self._device)
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -89,5 +81,6 @@ class StepRandomness:
         try:
             yield
         finally:
-            self._inside = generators.torch_state(self._device)
+            before, self._inside = self._inside, generators.torch_state(self._device)
+            self._drew_inside |= any(not torch.equal(before[name], self._inside[name]) for name in before)
             generators.set_torch_state(outside, self._device)

@@ -31,7 +31,7 @@ from trainwright.strategies.data.sharding import reducer
 from trainwright.strategies.data.zero import ZeroStrategy
 from trainwright.strategies.expert import engine as expert_engine
 from trainwright.strategies.pipeline import stage
-from trainwright.strategies.pipeline.engine import PipelineEngine
+from trainwright.strategies.pipeline.training import Training
 from trainwright.strategies.plan.proof.proof import Proof, ProofVerdict
 
 ON = {"certificate": "refuse"}
@@ -71,11 +71,11 @@ def _shifted(packed: Tensor, key: Tensor, value: Tensor, _unpack: Any = context_
     return keys.roll(1, -2), values
 
 
-def _stray_write(self: Any, count: int, _run: Any = PipelineEngine._run_schedule) -> None:
+def _stray_write(self: Any, count: int, _run: Any = Training._run_schedule) -> None:
     """A parameter is written to beside the optimizer, after the last gradient."""
     _run(self, count)
     with torch.no_grad():
-        next(p for p in self.cut.module.parameters() if not p.is_meta and p.numel() > 1).mul_(0.5)
+        next(p for p in self._cut.module.parameters() if not p.is_meta and p.numel() > 1).mul_(0.5)
 
 
 Fault = tuple[str, dict[str, Any], Any, str, Any]
@@ -87,7 +87,7 @@ FAULTS: dict[str, Fault] = {
     "a wrong group": ("gpt", {"stage": 1}, reducer, "reduce_scatter", _own_part_alone),
     "a wrong activation": ("gpt", {"pipeline": 2, "shard": 1}, stage, "arrive", _half),
     "a lost gradient": ("gpt", {"pipeline": 2, "shard": 1}, stage, "_pop_gradient", torch.zeros_like),
-    "a stray write": ("gpt", {"pipeline": 2, "shard": 1}, PipelineEngine, "_run_schedule", _stray_write),
+    "a stray write": ("gpt", {"pipeline": 2, "shard": 1}, Training, "_run_schedule", _stray_write),
     "wrong positions": ("gpt", {"context": 2, "shard": 1}, context_attention, "_unpack", _shifted),
     "a wrong scale": ("mixtral", {"expert": 2, "shard": 2}, expert_engine, "_scale_gradient", _without_factor),
 }

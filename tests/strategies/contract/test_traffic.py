@@ -164,4 +164,4 @@ def test_loop_adds_no_collectives(ranks):
         [c for c in ranks(traffic_of_an_epoch, 2, steps)[0] if c.name != "all_reduce" or c.elements <= 3]
         for steps in (20, 40)
     ]
-    assert len(others[0]) == len(others[1]) <= 6, others
+    assert len(others[0]) == len(others[1]) <= 7, others

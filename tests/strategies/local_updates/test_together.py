@@ -111,7 +111,7 @@ def train_normed(precision: str) -> tuple[list[Tensor], list[Tensor], Tensor, fl
         check_val_every_n_epoch=None,
         callbacks=[watch],
     )
-    trainer.fit(module, DataLoader(Texts(32, 8), batch_size=4), DataLoader(Texts(2, 8), batch_size=2))
+    trainer.fit(module, DataLoader(Texts(32, 8), batch_size=4), DataLoader(Texts(4, 8), batch_size=2))
     state = trainer.strategy.optimizers[0].state
     scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
     steps = float(next(iter(state.values()))["step"])
