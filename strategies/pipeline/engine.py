@@ -276,7 +276,7 @@ class PipelineEngine:
             StepState(self._module, places, self._ranks, self._channel) if places else None,
             self._randomness, ranks=self._ranks, group=self._group, device=self._device,
             schedule=self._schedule_name, run=self._run, rehearsing=self._rehearsing,
-            draws=any(each[4] for each in found),
+            draws=any(each[4] for each in found), objects=trace.changed_objects,
         )  # fmt: skip
         training.is_whole = micro_batches > 1 and any(each[5] for each in found)
         return training

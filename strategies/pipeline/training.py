@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from trainwright.strategies.contract.attributes import with_attributes
+from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass
@@ -30,8 +31,9 @@ from trainwright.strategies.pipeline.stage import Activation, UserStepStage, arr
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
 from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.tracing.step_state import StepState
-from trainwright.strategies.pipeline.tracing.whole_batch import MixedSamplesError, Rehearsal, Replay
+from trainwright.strategies.pipeline.tracing.step_state import StepState, contents_of
+from trainwright.strategies.pipeline.tracing.whole_batch import Kind, MixedSamplesError, Rehearsal, Replay
+from trainwright.strategies.pipeline.value_spec import tensors_in
 from trainwright.strategies.plan.slots import Slot
 
 Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
@@ -91,6 +93,7 @@ class Training:
         run: see :class:`PipelineEngine`.
         rehearsing: ``None``: micro-batches are weighted by samples, without a rehearsal.
         draws: whether the step draws random numbers outside of the blocks.
+        objects: path and name of lists and the like that it changes.
 
     Attributes:
         is_whole: whether the code after the blocks runs once per batch.
@@ -113,11 +116,12 @@ class Training:
         run: Run,
         rehearsing: Rehearsing | None,
         draws: bool,
+        objects: Sequence[tuple[str, str]],
     ) -> None:
         self._module, self._cut, self._gates, self._stages = module, cut, gates, stages
         self._routes, self._state, self._randomness = routes, state, randomness
         self._group, self._device, self._schedule_name, self._run = group, device, schedule, run
-        self._rehearsing, self._draws = rehearsing, draws
+        self._rehearsing, self._draws, self._objects = rehearsing, draws, objects
         self._ends = cut.stages - 1 in cut.mine
         self._publisher = Publisher(group, ranks[-1], device)
         self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
@@ -137,6 +141,7 @@ class Training:
         """Run forward and backward of all micro-batches; returns the step's result on every rank. A collective."""
         if self._state is not None:
             self._state.begin_step()
+        random, restore = random_state(self._device), contents_of(self._module, self._objects)
         output, verdict = self._attempt(step)
         if verdict.is_redone and verdict.problem:
             self.is_whole = True
@@ -146,6 +151,8 @@ class Training:
                 "stage holds the values of the whole batch after the blocks."
             )
         if verdict.is_redone:
+            set_random_state(random, self._device)
+            restore()
             output, verdict = self._attempt(step)
         if verdict.problem:
             raise RuntimeError(
@@ -175,7 +182,9 @@ class Training:
             step.recorder = LogRecorder(
                 [sum(step.sizes)] if is_joined else step.sizes, self._device, self._module, known
             )
-            with redirected_log(self._module, self._log):
+            with redirected_log(self._module, self._log), ExitStack() as stack:
+                for metric in self._metrics:
+                    stack.enter_context(with_attributes(metric, update=self._updating(metric.update)))
                 self._run_schedule(count)
         except BaseException:
             self.forget()
@@ -192,6 +201,18 @@ class Training:
             for metric, states in metrics:
                 _restore(metric, states)
         return output, verdict
+
+    def _updating(self, update: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            replay = getattr(self._gates.current, "replay", None)
+            if replay is None:
+                return update(*args, **kwargs)
+            if any(replay.kind(tensor) >= Kind.SUM for tensor in tensors_in((args, kwargs))):
+                replay.stop("a metric is updated with a value of the whole batch")
+            with replay.paused():
+                return update(*args, **kwargs)
+
+        return run
 
     def _log(self, name: str, value: Any, **kwargs: Any) -> None:
         assert self._step is not None
@@ -213,6 +234,7 @@ class Training:
         if self._state is not None:
             self._state.begin_micro_batch()
         no_metric = {"forward": lambda *_, **__: self._stand_ins.like(torch.zeros(())), "update": lambda *_, **__: None}
+        restore = contents_of(self._module, self._objects)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._randomness.micro_batch(None) if self._draws else nullcontext())
@@ -228,6 +250,7 @@ class Training:
             rehearsal.problem = f"the step cannot be rehearsed ({type(error).__name__}: {lines[0]})"
         finally:
             self._gates.current = None
+            restore()
 
     def _run_tail(self, stage: UserStepStage, outputs: list[Activation]) -> list[tuple[Tensor | None, ...]]:
         """Run the code after the blocks, and its backward, on all micro-batches' outputs; returns their gradients."""

@@ -63,6 +63,7 @@ class DependencyTrace(TorchFunctionMode):
         draws: whether code outside of the blocks drew random numbers.
         joins: whether code after the blocks must run once per batch, since it keeps statistics of its samples.
         reads_numbers: whether Python read numbers that depend on samples.
+        changed_objects: path and name of the lists and the like that the step changes.
         mutated: block values changed in place: right after the block (``True``) or later.
         used_by: parameter -> its first user, for messages.
     """
@@ -87,6 +88,7 @@ class DependencyTrace(TorchFunctionMode):
         self.needs: list[set[Source]] = [set() for _ in range(cut.stages)]
         self.results: set[Source] = set()
         self.reads_numbers = False
+        self.changed_objects: list[tuple[str, str]] = []
         self.mutated: dict[Source, bool] = {}
         self.used_by: dict[str, str] = {}
         self.used_before: set[str] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,7 @@ def find_places(
         if change.kind == "object":
             if depends_on_data(sources) and block is None:
                 problems.append(_stored_tensor_problem(change))
+            trace.changed_objects.append((change.path, change.name))
             continue
         depends = depends_on_data(sources) if change.kind == "tensor" else trace.reads_numbers
         is_result = change.name not in sub._buffers and Source("state", change.label) not in sources
@@ -122,6 +123,19 @@ def _stored_tensor_problem(change: Change) -> str:
         "value in training_step's dict (on_train_batch_end gets it as outputs), log it with self.log(..., "
         "on_epoch=True), or use pipeline=1."
     )
+
+
+def contents_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> Callable[[], None]:
+    """Return a function that restores what lists, dicts and sets of a module hold now."""
+    owners = (vars(module.get_submodule(path)).get(name) for path, name in places)
+    held = [(value, value.copy()) for value in owners if hasattr(value, "copy") and hasattr(value, "clear")]
+
+    def restore() -> None:
+        for container, content in held:
+            container.clear()
+            (container.extend if hasattr(container, "extend") else container.update)(content)
+
+    return restore
 
 
 class StepState:
