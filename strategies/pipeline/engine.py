@@ -257,8 +257,8 @@ class PipelineEngine:
         restore_draw_counts(counts)
         trace.finish()
         problems += trace.problems
-        needs = [*trace.needs, trace.results]
-        own = needs, trace.mutated, problems, error is None, trace.draws, trace.joins
+        wanted = [*trace.needs, trace.results]
+        own = wanted, trace.mutated, problems, error is None, trace.draws, trace.joins
         found = all_gather_values(own, self._group, self._device)
         if len({each[3] for each in found}) > 1:
             raise error or RuntimeError("training_step failed on another stage of the pipeline: see its rank's error.")

@@ -175,7 +175,7 @@ class Training:
             if draws:
                 self._randomness.begin()
             if self._rehearsing is not None and count > 1:
-                self._rehearse(step)
+                step.rehearsal = self._rehearse(step)
                 step.is_lost = self._ends and step.rehearsal.draws and not draws
             is_joined = self.is_whole and count > 1
             known = step.rehearsal.logs if step.rehearsal is not None and not is_joined else None
@@ -224,12 +224,12 @@ class Training:
 
     # ---- the whole batch -------------------------------------------------------------------------------------------
 
-    def _rehearse(self, step: PipelineStep) -> None:
+    def _rehearse(self, step: PipelineStep) -> Rehearsal:
         """Run the step on the whole batch without values; only up to the blocks where the last stage is elsewhere."""
         assert self._rehearsing is not None
         batch = batches.copied(step.batch)
         args, kwargs = batches.replace_argument(*step.whole, step.batch, batch)
-        rehearsal = step.rehearsal = Rehearsal(self._stand_ins, batches.tensors_of(batch), sum(step.sizes))
+        rehearsal = Rehearsal(self._stand_ins, batches.tensors_of(batch), sum(step.sizes))
         self._gates.current = RehearsalPass(rehearsal, self._stand_ins, self._cut, self._ends and not self.is_whole)
         if self._state is not None:
             self._state.begin_micro_batch()
@@ -251,6 +251,7 @@ class Training:
         finally:
             self._gates.current = None
             restore()
+        return rehearsal
 
     def _run_tail(self, stage: UserStepStage, outputs: list[Activation]) -> list[tuple[Tensor | None, ...]]:
         """Run the code after the blocks, and its backward, on all micro-batches' outputs; returns their gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,7 @@ def _stored_tensor_problem(change: Change) -> str:
 def contents_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> Callable[[], None]:
     """Return a function that restores what lists, dicts and sets of a module hold now."""
     owners = (vars(module.get_submodule(path)).get(name) for path, name in places)
-    held = [(value, value.copy()) for value in owners if hasattr(value, "copy") and hasattr(value, "clear")]
+    held: list[tuple[Any, Any]] = [(v, copy.copy(v)) for v in owners if hasattr(v, "clear")]
 
     def restore() -> None:
         for container, content in held:
