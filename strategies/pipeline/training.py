@@ -127,6 +127,7 @@ class Training:
         self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._metrics = [sub for sub in module.modules() if isinstance(sub, Metric)]
         self._step: PipelineStep | None = None
+        self._buffers: dict[int, dict[str, tuple[int, int]]] = {}
         self.is_whole = False
         if rehearsing is not None:
             self._stand_ins = StandIns(rehearsing.parameters, self._shown, device)
@@ -266,7 +267,7 @@ class Training:
         ]
         received, leaves = arrive(first, [joint.joined for joint in joints])
         loss = self._user_step(StagePass(self._routes, self._cut.stages, received), step.whole, None)
-        if loss is not None and loss.requires_grad:
+        if loss is not None and loss.requires_grad and not step.is_lost:
             step.scale(loss, 1.0).sum().backward()
         split = [joint.split(leaf.grad) for joint, leaf in zip(joints, leaves, strict=True)]
         return list(zip(*split, strict=True)) if split else [() for _ in outputs]
@@ -285,6 +286,7 @@ class Training:
         is_joined = self.is_whole and len(step.parts) > 1
         run.leaves_after = is_joined and run.is_last
         output = self._user_step(run, step.parts[part], part)
+        self._check_buffers(stage, part)
         if not run.is_last or is_joined:
             return output
         if run.replay is not None and output is not None and not run.replay.contributes(output):
@@ -296,6 +298,24 @@ class Training:
             return None
         # A new tensor: torch detaches it in place, which must not affect the user's tensor, nor a view.
         return None if output is None else step.scale(output, step.sizes[part] / sum(step.sizes)).sum() * 1.0
+
+    def _check_buffers(self, stage: int, part: int) -> None:
+        """Raise if micro-batches change a buffer of a block that the first step left alone, one after the other."""
+        known = () if self._state is None else self._state.labels
+        found = {
+            f"{self._cut.names[index]}.{name}": (id(buffer), buffer._version)
+            for index in self._cut.spans[stage]
+            for name, buffer in self._cut.blocks[index].named_buffers()
+            if f"{self._cut.names[index]}.{name}" not in known
+        }
+        before = self._buffers.get(stage, found) if part else found
+        changed = [name for name, value in found.items() if before.get(name, value) != value]
+        if changed:
+            raise RuntimeError(
+                f"A step changes the buffer {changed[0]!r}, which the first step did not, and would do so once per "
+                "micro-batch. Change it in a hook (on_train_batch_end), in every step, or use strategy.micro_batches=1."
+            )
+        self._buffers[stage] = found
 
     def _user_step(self, run: StagePass, arguments: Arguments, part: int | None) -> Any:
         """Return what a stage sends, or the loss."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.strategies.contract.randomness.state import RANK_STRIDE, set_torch_state, torch_state
 
 
@@ -82,6 +83,7 @@ class SplitRandomness:
         if self._outside is None:
             return
         (device, before, drawn, inside), self._outside = self._outside, None
-        now = torch_state(device)
-        is_unused = all(torch.equal(state, now[name]) for name, state in inside.items())
+        with _disable_current_modes():  # a planner's tensors have no values
+            now = torch_state(device)
+            is_unused = all(torch.equal(state, now[name]) for name, state in inside.items())
         set_torch_state(before if is_unused else drawn, device)

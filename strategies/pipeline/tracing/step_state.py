@@ -147,6 +147,9 @@ class StepState:
         places: from :func:`find_places`.
         ranks: rank in the pipeline of each stage.
         channel: between the ranks.
+
+    Attributes:
+        labels: names of the places.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class StepState:
     ) -> None:
         self._module, self._ranks, self._channel = module, ranks, channel
         self._places = places
+        self.labels = {f"{place.path}.{place.name}" for place in places}
         self._shared = sorted((p for p in places if p.is_shared), key=lambda p: (p.stage, p.path, p.name))
         self._begun: dict[StatePlace, Any] = {}
         self._given: dict[StatePlace, Any] = {}

@@ -159,6 +159,7 @@ def compare(form: str, found: Any, alone: Any) -> None:
     assert found[3] == alone[3], f"{form}: other random numbers"
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_of_the_whole_batch(ranks: Ranks, form: str) -> None:
     (alone,) = ranks(trained, 1, form, "single", init_group=False)

@@ -157,6 +157,34 @@ def test_buffers_that_checkpoints_would_lack_are_refused(ranks: Ranks) -> None:
     ranks(refused_buffer, 2, timeout=60)
 
 
+class Decaying(Net):
+    """A buffer of a block that changes from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_buffer("scale", torch.ones(()))
+        self.blocks[0].register_forward_hook(self.decay)
+
+    def decay(self, block: Any, args: Any, output: Tensor) -> Tensor:
+        if self.global_step:
+            block.scale.mul_(0.9)
+        return output * block.scale
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert not self.global_step > 1
+
+
+def late_buffer() -> str:
+    loader = DataLoader(list(torch.ones(16, WIDTH)), batch_size=8, collate_fn=collate("Decaying"))
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer("pipeline", {"micro_batches": 4}, max_steps=2).fit(Decaying(), loader)
+    return str(raised.value)
+
+
+def test_buffers_that_change_first_in_a_later_step_are_refused(ranks: Ranks) -> None:
+    assert "changes the buffer 'blocks.0.scale', which the first step did not" in ranks(late_buffer, 2, timeout=60)[0]
+
+
 def refused() -> list[str]:
     found = []
     for name in ("Constants", "TimeFirst"):
