@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainwright.core.torch_internals import _disable_current_modes
+
 # Odd multiplier of the rank, so that seeds of neighbouring ranks share no low bits.
 RANK_STRIDE = 0x9E3779B97F4A7C15
 # Draws so far of a comparison that draws the same numbers for every sample, by operator and shape.
@@ -45,11 +47,13 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Restore the state of all generators after a ``with`` block, whose draws user code must not notice."""
-    before = random_state(device)
+    with _disable_current_modes():  # a planner's tensors have no values
+        before = random_state(device)
     try:
         yield
     finally:
-        set_random_state(before, device)
+        with _disable_current_modes():
+            set_random_state(before, device)
 
 
 def torch_state(device: torch.device) -> dict[str, Tensor]:
