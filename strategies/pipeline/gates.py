@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.core.torch_internals import peek_interpreter_stack
@@ -102,7 +102,7 @@ def units_of(module: nn.Module, cut: PipelineCut) -> list[nn.Module]:
             is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
             if ids & blocks or (is_container and ids & owners):
                 waiting.append(child)
-            elif ids & owners or isinstance(child, Metric):
+            elif ids & owners or isinstance(child, Metric | MetricCollection):
                 found.append(child)
     return found
 
@@ -185,7 +185,9 @@ class StagePass:
             raise StageDone
         self._next += 1
         if index < self.span.start:
-            return self._marked(self._skip(index))
+            with nullcontext() if self.replay is None else self.replay.paused():
+                skipped = self._skip(index)
+            return self._marked(skipped)
         if any(type(value) is Placeholder for value in (*args, *kwargs.values())):
             block_values.refuse_placeholders((args, kwargs), f"What is given to the block {self._names[index]!r}")
         with ExitStack() as stack:

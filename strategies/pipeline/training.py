@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
@@ -126,6 +126,7 @@ class Training:
         self._publisher = Publisher(group, ranks[-1], device)
         self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._metrics = [sub for sub in module.modules() if isinstance(sub, Metric)]
+        self._collections = [sub for sub in module.modules() if isinstance(sub, MetricCollection)]
         self._step: PipelineStep | None = None
         self._buffers: dict[int, dict[str, tuple[int, int]]] = {}
         self.is_whole = False
@@ -240,7 +241,7 @@ class Training:
             with ExitStack() as stack:
                 stack.enter_context(self._randomness.micro_batch(None) if self._draws else nullcontext())
                 stack.enter_context(redirected_log(self._module, rehearsal.log))
-                for metric in self._metrics:
+                for metric in (*self._metrics, *self._collections):
                     stack.enter_context(with_attributes(metric, **no_metric))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self._rehearsing.run("training_step", args, kwargs)
@@ -334,7 +335,9 @@ class Training:
         finally:
             self._gates.current, step.recorder.current = None, None
         if self._state is not None:
-            self._state.end_micro_batch(min(run.stage, self._cut.stages - 1))
+            is_tail = run.stage == self._cut.stages
+            shared = False if run.leaves_after else True if is_tail else None
+            self._state.end_micro_batch(run.stage - is_tail, shared)
         return step.recorder.finish(part or 0, output) if is_last else output
 
     # ---- schedules -------------------------------------------------------------------------------------------------

@@ -174,10 +174,10 @@ class StepState:
             self._given[place] = value.detach().clone() if isinstance(value, Tensor) else value
             self._set(place, self._given[place])
 
-    def end_micro_batch(self, stage: int) -> None:
-        """Save the state at the end of a stage's micro-batch."""
+    def end_micro_batch(self, stage: int, shared: bool | None = None) -> None:
+        """Save the state at the end of a stage's micro-batch; ``shared``: only that outside of blocks, or in blocks."""
         for place in self._places:
-            if place.stage == stage:
+            if place.stage == stage and shared in (None, place.is_shared):
                 value = self._get(place)
                 self._ended[place] = value, value is self._given[place]
 

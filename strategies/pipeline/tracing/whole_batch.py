@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+from torchmetrics import MetricCollection
 
 from trainwright.core.torch_internals import (
     FakeTensor,
@@ -171,6 +172,8 @@ class Rehearsal(_Calls):
 
     def unit(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of a module with parameters, without values."""
+        if isinstance(module, MetricCollection):
+            raise RuntimeError("a collection of metrics")
         if id(module) in self._stand_ins.transparent:
             with self._stand_ins.shown():
                 return module(*args, **kwargs)
