@@ -433,6 +433,7 @@ class Exchange:
             (space, n) for space in spaces.values() for n, value in space.items() if any(value is one for one in known)
         ]
         self._depth = 0
+        self._is_fast = torch.backends.mha.get_fastpath_enabled()
         self.calls = 0
 
     @torch.compiler.disable
@@ -442,6 +443,8 @@ class Exchange:
         if self._depth == 1:
             _attending.exchanges.append(self)
             _num_active[0] += 1
+            # The fused kernel of evaluation in nn.TransformerEncoderLayer computes its attention itself.
+            torch.backends.mha.set_fastpath_enabled(False)
             for space, name in self._places:
                 space[name] = _attend
 
@@ -452,6 +455,7 @@ class Exchange:
         if self._depth == 0:
             _attending.exchanges.remove(self)
             _num_active[0] -= 1
+            torch.backends.mha.set_fastpath_enabled(self._is_fast and not _num_active[0])
             for space, name in self._places if not _num_active[0] else ():
                 space[name] = ATTENTION
 
