@@ -28,6 +28,7 @@ from trainwright.strategies.pipeline.schedules import make_schedule, orders_of
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, releasable_sends
 from trainwright.strategies.pipeline.stage import Activation, UserStepStage, arrive
+from trainwright.strategies.pipeline.tracing.block_values import identities
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
 from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
@@ -128,7 +129,8 @@ class Training:
         self._metrics = [sub for sub in module.modules() if isinstance(sub, Metric)]
         self._collections = [sub for sub in module.modules() if isinstance(sub, MetricCollection)]
         self._step: PipelineStep | None = None
-        self._buffers: dict[int, dict[str, tuple[int, int]]] = {}
+        self._buffers: dict[int, dict[str, list[tuple[int, int]]]] = {}
+        self._block_modules: dict[int, list[tuple[str, nn.Module]]] = {}
         self.is_whole = False
         if rehearsing is not None:
             self._stand_ins = StandIns(rehearsing.parameters, self._shown, device)
@@ -143,7 +145,9 @@ class Training:
         """Run forward and backward of all micro-batches; returns the step's result on every rank. A collective."""
         if self._state is not None:
             self._state.begin_step()
-        random, restore = random_state(self._device), contents_of(self._module, self._objects)
+        is_split = self._rehearsing is not None and len(step.parts) > 1  # else no attempt is repeated
+        random = random_state(self._device) if is_split else {}
+        restore = contents_of(self._module, self._objects)
         output, verdict = self._attempt(step)
         if verdict.is_redone and verdict.problem:
             self.is_whole = True
@@ -303,11 +307,14 @@ class Training:
     def _check_buffers(self, stage: int, part: int) -> None:
         """Raise if micro-batches change a buffer of a block that the first step left alone, one after the other."""
         known = () if self._state is None else self._state.labels
+        if stage not in self._block_modules:  # once: walking through all modules takes longer than looking at buffers
+            blocks = [(self._cut.names[index], self._cut.blocks[index]) for index in self._cut.spans[stage]]
+            self._block_modules[stage] = [each for name, block in blocks for each in block.named_modules(prefix=name)]
         found = {
-            f"{self._cut.names[index]}.{name}": (id(buffer), buffer._version)
-            for index in self._cut.spans[stage]
-            for name, buffer in self._cut.blocks[index].named_buffers()
-            if f"{self._cut.names[index]}.{name}" not in known
+            f"{path}.{name}": identities(buffer)
+            for path, sub in self._block_modules[stage]
+            for name, buffer in sub._buffers.items()
+            if buffer is not None and f"{path}.{name}" not in known
         }
         before = self._buffers.get(stage, found) if part else found
         changed = [name for name, value in found.items() if before.get(name, value) != value]

@@ -84,11 +84,11 @@ def observed_call(
         engines: hooks that are not the user's.
         watch: ``watch.hooks_begin(args, output)`` and ``watch.hooks_end()`` surround user hooks.
     """
-    before = {place: _ids(value) for place, value in _attributes(block)}
+    before = {place: identities(value) for place, value in _attributes(block)}
     hooked = hooked_paths(block, engines)
     with recorded(block, hooked, watch) as records:
         output = call(*args, **kwargs)
-    changed = {place: value for place, value in _attributes(block) if before.get(place) != _ids(value)}
+    changed = {place: value for place, value in _attributes(block) if before.get(place) != identities(value)}
     return BlockValue(output, changed, records)
 
 
@@ -157,7 +157,8 @@ def _attributes(block: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
                 yield (path, name), value
 
 
-def _ids(value: Any) -> list[tuple[int, int]]:
+def identities(value: Any) -> list[tuple[int, int]]:
+    """Return the ids and versions of the tensors in ``value``, which differ once one is replaced or written to."""
     # A freed tensor's id may be reused; the version distinguishes most of them.
     leaves = pytree.tree_leaves(value)
     return [(id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in leaves]
