@@ -42,13 +42,6 @@ class Certified:
         """Compute steps in another way from now on, whose results were not those of the module; if there is one."""
         return False
 
-    def shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return parts of a batch with their weights, for a loss that is a weighted mean over them.
-
-        By default the whole batch.
-        """
-        return [(batch, 1.0)]
-
     def parts(self) -> tuple[Assembly, dist.ProcessGroup | None]:
         """Return the locations of parts and the group that shares samples; ``None``: this rank alone."""
         return Assembly.of_whole(), None

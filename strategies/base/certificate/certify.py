@@ -53,9 +53,6 @@ from trainwright.strategies.base.certificate.written import AsWritten, WrittenPa
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import Assembly
 
-# Parts of a batch and their weights.
-_Parts = Sequence[tuple[Any, float]]
-
 
 def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) -> Comparison:
     """Compare the layout's results for one batch with those of the module as written. A collective of all ranks.
@@ -75,12 +72,11 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
     start = time.perf_counter()
     module = strategy.lightning_module
     tolerance = tolerance_of(strategy.precision_plugin, module, strategy.options.rounds_to)
-    parts = strategy.certified.shares(batch)
     with quiet(strategy), _disable_current_modes():  # callbacks may count operators
         layout = _run_layout(strategy, written, arguments(module, batch, batch_idx))
         has_run = time.perf_counter()
-        plain = _run_written(strategy, written, parts, batch_idx)
-        changed = _different_state(strategy, layout, plain, tolerance) if len(parts) == 1 else None
+        plain = _run_written(strategy, written, batch, batch_idx)
+        changed = _different_state(strategy, layout, plain, tolerance)
         changed = _raise_on_all(plain, changed, strategy.root_device)
         found = _gather_results(strategy, written.parameters, layout, plain)
         names = [each.name for each in written.parameters]
@@ -89,13 +85,11 @@ def certify(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) 
         if outcome.holds:
             return outcome
         if not strategy.certified.adapts():
-            return replace(outcome, module=_first_module(strategy, written, batch, parts, batch_idx, outcome))
+            return replace(outcome, module=_first_module(strategy, written, batch, batch_idx, outcome))
     return certify(strategy, written, batch, batch_idx)
 
 
-def _first_module(
-    strategy: Compared, written: AsWritten, batch: Any, parts: _Parts, batch_idx: int, outcome: Comparison
-) -> str:
+def _first_module(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int, outcome: Comparison) -> str:
     """Repeat both runs with hooks and return the name of the first module whose output differs.
 
     If only gradients differ, return the parameter nearest to the loss.
@@ -109,7 +103,7 @@ def _first_module(
     with layout.listening():
         _run_layout(strategy, written, arguments(module, batch, batch_idx))
     with plain.listening():
-        _run_written(strategy, written, parts, batch_idx)
+        _run_written(strategy, written, batch, batch_idx)
     place = first_that_differs(layout, plain, outcome.tolerance.gradient, strategy.root_device)
     if place is not None:
         return str(names[place])
@@ -172,7 +166,7 @@ def _is_ours(error: BaseException) -> bool:
 # ---- the module as written -------------------------------------------------------------------------------------------
 
 
-def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_idx: int) -> Trial | None:
+def _run_written(strategy: Compared, written: AsWritten, batch: Any, batch_idx: int) -> Trial | None:
     """Run the module as written; returns ``None`` on a rank that only sends its parts."""
     module = strategy.lightning_module
     assembly, group = strategy.certified.parts()
@@ -204,19 +198,17 @@ def _run_written(strategy: Compared, written: AsWritten, parts: _Parts, batch_id
             stack.enter_context(streamed.around(blocks, randomness))
             stack.enter_context(randomness)
             stack.enter_context(WatchedTensors(streamed.before))
-            losses, before = [], StateBefore(module)
+            before = StateBefore(module)
             with stopped_at_step(strategy, trial):
-                for part, trial.share in parts:
-                    with strategy.precision_plugin.train_step_context(), streamed.keeping_gradients():
-                        output = module.training_step(*arguments(module, part, batch_idx))
-                    loss = loss_of(output)
-                    if loss is not None and module.automatic_optimization:
-                        losses.append(float(loss.detach().float().item()) * trial.share)
-                        if loss.requires_grad:
-                            # Scaled as by accumulation, which must scale gradients alike.
-                            module.backward(loss * trial.share / module.trainer.accumulate_grad_batches)
+                with strategy.precision_plugin.train_step_context(), streamed.keeping_gradients():
+                    output = module.training_step(*arguments(module, batch, batch_idx))
+                loss = loss_of(output)
+                if loss is not None and module.automatic_optimization:
+                    trial.losses.append(float(loss.detach().float().item()))
+                    if loss.requires_grad:
+                        # Scaled as by accumulation, which must scale gradients alike.
+                        module.backward(loss / module.trainer.accumulate_grad_batches)
             streamed.take_kept()
-            trial.losses += [sum(losses)] if losses else []
             trial.state, trial.written = before.changes(), streamed.changed()
     except Exception as error:
         trial.error = error

@@ -67,7 +67,6 @@ class Trial:
         gradients: name -> sketch.
         stepped: names of the parameters of the optimizer whose step ended the run; ``None``: none did.
         is_automatic: whether optimization is automatic.
-        share: weight of the current part of the batch.
         error: raised by ``training_step``.
         state: changes of buffers and counters.
         written: names of modified parameters.
@@ -78,7 +77,6 @@ class Trial:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     stepped: frozenset[str] | None = None
     is_automatic: bool = True
-    share: float = 1.0
     error: Exception | None = None
     state: Changes = field(default_factory=dict)
     written: Set[str] = frozenset()
@@ -144,9 +142,8 @@ def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor],
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            before = trial.logged.get(name, 0.0) if trial.share != 1 else 0.0
             number = value.detach() if isinstance(value, Tensor) else value
-            trial.logged[name] = before + trial.share * float(number)
+            trial.logged[name] = float(number)
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         trial.losses.append(float(loss.detach().float().item()))
