@@ -29,7 +29,6 @@ DEPRECATED_NAMES = {
     "certificate_key": "certificate.key",
     "certificate_remedy": "certified.remedy",
     "certified_parts": "certified.parts",
-    "certified_shares": "certified.shares",
     "held_parameter": "certified.held",
     "splits_module": "certified.is_split",
     "checkpoint_group": "state.group",
