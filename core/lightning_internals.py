@@ -20,6 +20,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as _PrefetchDa
 from lightning.pytorch.loops.fit_loop import _FitLoop as _FitLoop
 from lightning.pytorch.loops.loop import _Loop as _Loop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization as _ManualOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as _PredictionLoop
 from lightning.pytorch.loops.progress import _BaseProgress as _BaseProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as _TrainingEpochLoop

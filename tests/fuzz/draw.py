@@ -90,6 +90,8 @@ RULES: list[Rule] = [
     (lambda p: p.module == "Taught" or "swa" in p.callbacks or p.loader == "stream", lambda p: {"stop": 0}),
     (lambda p: p.drops and not p.stop, lambda p: {"stop": p.steps - 1}),
     (lambda p: bool(p.components & {*RANDOM, *BY_BATCH_ALONE, *ONCE_PER_BATCH}), lambda p: {"accumulation": 1}),
+    # The scaler divides by its scale what backward adds without it.
+    (lambda p: p.loss == "pulled" and p.precision == "16-mixed", lambda p: {"precision": "32-true"}),
     # Few layouts are comparable then.
     (lambda p: p.loader == "stream" or (not p.is_mean and p.seed % 4 != 0), lambda p: {"rest": 0}),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,43 @@ def dealer_of(loader: object) -> Dealer | None:
 def weigher_of(loader: object) -> Weigher | None:
     """Return what knows the samples of each data rank in a batch of ``loader``; ``None`` if not ours."""
     return loader if isinstance(loader, EvenLoader) else dealer_of(loader)
+
+
+def common_weigher(combined: Any) -> Weigher | SideBySide | None:
+    """Return what knows the samples of each data rank in the batches of training loaders, a ``CombinedLoader``."""
+    loaders = combined.flattened
+    return weigher_of(loaders[0]) if len(loaders) == 1 else SideBySide(loaders, "cycle" in combined._mode)
+
+
+class SideBySide:
+    """Samples of each data rank in batches of several loaders, which must have equal shares of them.
+
+    Args:
+        loaders: read side by side.
+        cycles: whether a shorter one starts anew.
+    """
+
+    def __init__(self, loaders: list[Any], cycles: bool) -> None:
+        found = [(weigher_of(loader), sized_len(loader) or math.inf) for loader in loaders]
+        self._weighers = [(weigher, length) for weigher, length in found if weigher is not None]
+        self._cycles = cycles
+        self.regular_waves = min((weigher.regular_waves for weigher, _ in self._weighers), default=math.inf)
+
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
+        """See :meth:`~.data_order.RankBatchSampler.loss_divisor`.
+
+        Raises:
+            ValueError: if no divisor is right for all loaders.
+        """
+        read = [each for each in self._weighers if self._cycles or batch_idx < each[1]]
+        divisors = {w.loss_divisor(int(batch_idx % length), accumulation, whole_step) for w, length in read}
+        if len(divisors) > 1:
+            raise ValueError(
+                f"Training loaders are read side by side, and in batch {batch_idx} this rank has other shares of the "
+                "samples of one than of another, as some end with an incomplete batch: its loss cannot be weighted as "
+                "in one process. Use drop_last=True in each, or data sets and batch sizes with complete last batches."
+            )
+        return divisors.pop() if divisors else accumulation
 
 
 def remembered(loader: object) -> RememberedStates | None:

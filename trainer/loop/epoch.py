@@ -30,15 +30,24 @@ from lightning.fabric.plugins.precision.precision import Precision as FabricPrec
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric
 
 from trainwright.core.lightning_internals import _DataFetcher, _DataLoaderIterDataFetcher, _TrainingEpochLoop
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.peers import peers_of
 from trainwright.core.run.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
-from trainwright.trainer.data.reading import dealer_of, weigher_of
+from trainwright.strategies.base.certificate.state import KeptState
+from trainwright.trainer.data.reading import common_weigher, dealer_of
 from trainwright.trainer.loop.loss_weighting import refuse_impossible
 from trainwright.trainer.loop.monitored import MonitoredValues
-from trainwright.trainer.loop.optimization import LeanOptimization, LossDivisor, is_on_device, reader_of, reset_unscaled
+from trainwright.trainer.loop.optimization import (
+    LeanOptimization,
+    LossDivisor,
+    WeightedManual,
+    is_on_device,
+    reader_of,
+    reset_unscaled,
+)
 from trainwright.trainer.loop.remembered_logs import RememberedLogs, collect_entries, without_weight
 from trainwright.trainer.loop.results import LeanResults, RepeatedLog
 
@@ -56,6 +65,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self.automatic_optimization = LeanOptimization(trainer)
+        self.manual_optimization = WeightedManual(trainer)
         self.phases = self.automatic_optimization.phases = Phases()
         self._results = LeanResults(training=True)
         self._lean = False
@@ -102,7 +112,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if hasattr(trainer.precision_plugin, "hooks"):
             trainer.precision_plugin.hooks = self.hooks if passes_through else None
         loss_divisor = LossDivisor(
-            None if loader is None else weigher_of(loader),
+            common_weigher(trainer.fit_loop._combined_loader),
             trainer.accumulate_grad_batches,
             # With manual optimization the user defines a step; then each wave counts by itself.
             whole_step=(trainer.global_batch_size is not None or (dealer is not None and dealer.whole_step))
@@ -267,11 +277,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 self._step_schedulers()
                 raise StopIteration
             counts.started, totals.started = counts.started + 1, totals.started + 1
-            if self.automatic_optimization.loss_divisor.is_regular(batch_idx):  # type: ignore[union-attr]
-                outputs = self._optimize(batch, batch_idx)
-            else:
-                with self._padded_or_weighted(batch_idx):
-                    outputs = self._optimize(batch, batch_idx)
+            outputs = self._optimize(batch, batch_idx)
         self.phases.begin(HOOKS)
         counts.processed, totals.processed = counts.processed + 1, totals.processed + 1
         if self._leased is not None:
@@ -312,28 +318,30 @@ class LeanEpochLoop(_TrainingEpochLoop):
             return True
         return validating and self._should_check_val_fx(data_fetcher)
 
-    def _padded_or_weighted(self, batch_idx: int) -> AbstractContextManager[None]:
+    def padded_or_weighted(self, batch_idx: int) -> AbstractContextManager[None]:
+        """Return a context for a micro-batch in which what is logged has the weight of this rank's samples."""
         loss_divisor = self.automatic_optimization.loss_divisor
-        if loss_divisor is not None and loss_divisor.divisor(batch_idx) == float("inf"):
-            # A padding batch only matches collectives, and has no weight in logged values either.
-            return self._results.padding()
-        return self.weighted_logs(batch_idx)
+        if loss_divisor is None or loss_divisor.is_regular(batch_idx):
+            return nullcontext()
+        weight = loss_divisor.weight(batch_idx)
+        return self._without_weight() if weight == 0 else self._results.weighted(weight)
 
-    def weighted_logs(self, batch_idx: int) -> AbstractContextManager[None]:
-        """Return a context for a micro-batch in which means over ranks of logged values are means over samples."""
-        loss_divisor = self.automatic_optimization.loss_divisor
-        weight = 1.0 if loss_divisor is None else loss_divisor.weight(batch_idx)
-        return nullcontext() if weight == 1 else self._results.weighted(weight)
+    @contextmanager
+    def _without_weight(self) -> Iterator[None]:
+        # A padding batch only matches collectives, and has no weight in logged values or metrics either.
+        metrics = [KeptState(each) for each in self.trainer.lightning_module.modules() if isinstance(each, Metric)]
+        with self._results.padding():
+            yield
+        for metric in metrics:
+            metric.restore()
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
         args = (batch, batch_idx) if self._step_takes_index else (batch,)
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
-            return self.automatic_optimization.run_lean(trainer.strategy._optimizers[0], batch_idx, args, self._steps)
-        # The user calls backward; the strategy weights the loss of a rank with fewer samples.
-        strategy, loss_divisor = trainer.strategy, self.automatic_optimization.loss_divisor
-        assert loss_divisor is not None
-        strategy.loss_factor = trainer.accumulate_grad_batches / loss_divisor.divisor(batch_idx)
+            with self.padded_or_weighted(batch_idx):
+                optimizer = trainer.strategy._optimizers[0]
+                return self.automatic_optimization.run_lean(optimizer, batch_idx, args, self._steps)
         return self.manual_optimization.run(dict(enumerate(args)))  # type: ignore[arg-type]
 
     def _step_schedulers(self) -> None:

@@ -19,6 +19,7 @@ from trainwright.core.lightning_internals import (
     _AutomaticOptimization,
     _block_parallel_sync_behavior,
     _DataFetcher,
+    _ManualOptimization,
     _MaxSizeCycle,
     _PrefetchDataFetcher,
 )
@@ -26,7 +27,7 @@ from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.pipeline.zero_grad_first import ZeroGradFirst
-from trainwright.trainer.data.reading import Weigher
+from trainwright.trainer.data.reading import SideBySide, Weigher
 from trainwright.trainer.loop.loss_weighting import TokenWeights
 
 
@@ -68,7 +69,7 @@ def is_on_device(batch: Any, device: torch.device) -> bool:
 class LossDivisor:
     """Divisor of a micro-batch's loss that makes gradients means over the samples of the whole optimizer step."""
 
-    def __init__(self, dealer: Weigher | None, accumulation: int, whole_step: bool) -> None:
+    def __init__(self, dealer: Weigher | SideBySide | None, accumulation: int, whole_step: bool) -> None:
         self._dealer = dealer
         self._accumulation = accumulation
         self.whole_step = whole_step
@@ -183,7 +184,7 @@ class LeanOptimization(_AutomaticOptimization):
             strategy.loss_divisor = self.loss_divisor.divisor(self.trainer.fit_loop.batch_idx)
         batch_idx = self.trainer.fit_loop.batch_idx
         loop: Any = self.trainer.fit_loop.epoch_loop
-        with self.observed(next(iter(kwargs.values())), batch_idx), loop.weighted_logs(batch_idx):
+        with self.observed(next(iter(kwargs.values())), batch_idx), loop.padded_or_weighted(batch_idx):
             result = super()._training_step(kwargs)
         loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)
         if self.loss_divisor is not None and loss is not None:
@@ -231,6 +232,20 @@ class LeanOptimization(_AutomaticOptimization):
         """Rescale gradients to the mean over all tokens of a step, after its last backward."""
         if self.token_weights is not None and not self.trainer.fit_loop._should_accumulate():
             self.token_weights.finish()
+
+
+class WeightedManual(_ManualOptimization):
+    """Lightning's manual optimization, with this rank's weight in losses and logged values."""
+
+    def run(self, kwargs: Any) -> Any:
+        """See Lightning's. The user calls backward; the strategy weights the loss of a rank with fewer samples."""
+        trainer: Any = self.trainer
+        batch_idx, loop, strategy = trainer.fit_loop.batch_idx, trainer.fit_loop.epoch_loop, trainer.strategy
+        strategy.loss_factor = trainer.accumulate_grad_batches / loop.automatic_optimization.loss_divisor.divisor(
+            batch_idx
+        )
+        with loop.padded_or_weighted(batch_idx):
+            return super().run(kwargs)
 
 
 class _LeanClosure:

@@ -104,11 +104,11 @@ class LeanResults(_ResultCollection):
         super().log(fx, name, value, batch_size=batch_size, sync_dist_fn=sync_dist_fn, **options)
         has_index = self.dataloader_idx is not None and options.get("add_dataloader_idx", True)
         metric = self[f"{fx}.{name}.{self.dataloader_idx}" if has_index else f"{fx}.{name}"]
-        if self._remembered:
-            self._remembered.add_to(metric)
         if isinstance(value, Tensor):
             _count_in_floats(metric)
             self._known[key] = (options, metric)
+        if self._remembered:
+            self._remembered.add_to(metric)
 
     def _get_cache(self, result_metric: _ResultMetric, on_step: bool) -> Tensor | None:  # type: ignore[override]
         meta = result_metric.meta
