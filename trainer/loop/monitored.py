@@ -38,11 +38,13 @@ class MonitoredValues:
         """Add the values of a micro-batch, after its last hook."""
         begins = not divisor.whole_step or batch_idx % self._trainer.accumulate_grad_batches == 0
         seen, self._seen = {} if begins else self._seen, {}
-        share = 1 / divisor.divisor(batch_idx) if divisor.whole_step else divisor.weight(batch_idx)
+        weight = divisor.weight(batch_idx)
+        share = 1 / divisor.divisor(batch_idx) if divisor.whole_step else weight
         for _, metric in self._results.valid_items():
-            kind = _kind(metric)
-            if kind and metric._forward_cache is not None:
-                value = float(metric._forward_cache) * (share if kind == "mean" else 1)
+            kind, of_all_ranks = _kind(metric), metric.meta.sync.should
+            if kind and metric._forward_cache is not None and (weight or not of_all_ranks):
+                factor = share / weight if of_all_ranks else share
+                value = float(metric._forward_cache) * (factor if kind == "mean" else 1)
                 name = metric.meta.name
                 self._seen[name] = _OF_RANKS[kind]([value, *([seen[name]] if name in seen else [])])
 
