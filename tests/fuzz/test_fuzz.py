@@ -29,6 +29,22 @@ def test_seed(ranks: Any, seed: int, cell: str) -> None:
     assert outcome.kind in ("equal", "refused"), outcome
 
 
+# Programs that were wrong, as small as they could be made.
+FOUND = [
+    ("ddp>ddp", Program(rest=3, epochs=2, stop=2)),
+    ("ddp", Program(module="Metrics", rest=1)),
+    ("ddp", Program(loader="combined", rest=3)),
+    ("ddp", Program(scheduler="plateau_by_step", rest=3)),
+    ("gpipe", Program(callbacks=("swa",), epochs=3, after="validate")),
+    ("single", Program(loader="own_batch_sampler", after="predict")),
+]
+
+
+@pytest.mark.parametrize(("cell", "program"), FOUND)
+def test_found(ranks: Any, cell: str, program: Program) -> None:
+    assert tried(ranks, References(ranks), program, cell).kind == "equal"
+
+
 def drawn() -> str:
     """Return what seeds draw."""
     return str([(program_of(seed), cells_of(seed, program_of(seed))) for seed in range(50)])
