@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from tests.fuzz.data import Vectors
-from tests.parity.harness import make_trainer
 from tests.fuzz.program import Program, make_module
+from tests.parity.harness import make_trainer
 
 
 def fit(mode: str, sizes: tuple[int, int]) -> int:
