@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tests.fuzz.compare import comparable
 from tests.fuzz.layouts import LAYOUTS
-from tests.fuzz.program import BY_BATCH_ALONE, CALLBACKS, ONCE_PER_BATCH, RANDOM, SEQUENCES, Program
+from tests.fuzz.program import BY_BATCH_ALONE, CALLBACKS, ONCE_PER_BATCH, OPTIONS, RANDOM, SEQUENCES, Program
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ def program_of(seed: int) -> Program:
         validation=_any(g, {"": 1, "epoch": 2, "steps": 1}),
         after=_any(g, _weights("nothing 6, validate 1, test 1, predict 1, all 1")),
         callbacks=_callbacks(g),
+        options=_options(random.Random(f"options {seed}")),
         stop=g.choice([0, 0, *range(1, epochs * steps)]),
         seed=seed,
     )
@@ -77,6 +78,10 @@ def _callbacks(g: random.Random) -> tuple[str, ...]:
     return tuple(name for name in CALLBACKS if g.random() < (0.03 if name in ("swa", "ema") else 0.08))
 
 
+def _options(g: random.Random) -> tuple[str, ...]:
+    return tuple(name for name in (*OPTIONS, "two_loaders", "global_batch", "schedule") if g.random() < 0.05)
+
+
 # Options that Lightning does not take together, or that have no effect: (whether a program has them, what it gets).
 Rule = tuple[Callable[[Program], bool], Callable[[Program], dict[str, Any]]]
 RULES: list[Rule] = [
@@ -85,6 +90,31 @@ RULES: list[Rule] = [
     (lambda p: p.scheduler == "plateau_on_validation" or p.loader == "stream", lambda p: {"validation": "epoch"}),
     (lambda p: not p.validation, lambda p: _without(p, "early_stopping", "checkpoint")),
     (lambda p: "swa" in p.callbacks, lambda p: _without(p, "ema")),
+    (lambda p: not p.validation, lambda p: _but(p, "sanity", "every_second", "limit_val", "two_loaders")),
+    (lambda p: p.validation == "steps" or p.scheduler == "plateau_on_validation", lambda p: _but(p, "every_second")),
+    # Keys are named after loaders then.
+    (
+        lambda p: bool(
+            {"plateau_on_validation", "early_stopping", "checkpoint", "predict", "all"} & {*p.components, p.after}
+        ),
+        lambda p: _but(p, "two_loaders"),
+    ),
+    (lambda p: p.loader == "combined", lambda p: _but(p, "two_loaders", "global_batch")),
+    (lambda p: p.loader in ("stream", "bulk"), lambda p: _but(p, "global_batch")),
+    (
+        lambda p: (
+            p.epochs < 2
+            or p.steps % 2
+            or p.rest
+            or p.stop
+            or p.drops
+            or bool(p.components & {*RANDOM, *BY_BATCH_ALONE, *ONCE_PER_BATCH})
+            or "global_batch" in p.options
+            or p.validation == "steps"
+            or p.scheduler == "plateau_by_step"
+        ),
+        lambda p: _but(p, "schedule"),
+    ),
     (lambda p: p.scheduler.startswith("plateau") or p.module == "ByHand" or p.epochs < 2, lambda p: _without(p, "swa")),
     # Their state is not in a checkpoint of a step: hooks run after it is saved, or a stream starts anew.
     (lambda p: p.module == "Taught" or "swa" in p.callbacks or p.loader == "stream", lambda p: {"stop": 0}),
@@ -99,6 +129,10 @@ RULES: list[Rule] = [
 
 def _without(program: Program, *names: str) -> dict[str, Any]:
     return {"callbacks": tuple(each for each in program.callbacks if each not in names)}
+
+
+def _but(program: Program, *names: str) -> dict[str, Any]:
+    return {"options": tuple(each for each in program.options if each not in names)}
 
 
 def _made_consistent(program: Program) -> Program:

@@ -33,14 +33,14 @@ class Trained(pl.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch = batch.get("a", batch)
         self.log("val_loss", self.criterion(self, batch))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("test_loss", self.criterion(self, batch.get("a", batch)))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self(batch.get("a", batch)["x"])
 
     def configure_optimizers(self) -> Any:
@@ -50,7 +50,7 @@ class Trained(pl.LightningModule):
 class Measured(Trained):
     """Logs values that are no means over samples."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
         out = self(batch.get("a", batch)["x"])
         self.log("val_rms", out.square().mean().sqrt())
@@ -72,7 +72,7 @@ class Metrics(Trained):
         self.log("train_mean", self.train_mean, on_step=False, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
         out = self(batch.get("a", batch)["x"]).detach()
         self.error.update(out.flatten(), torch.zeros_like(out).flatten())

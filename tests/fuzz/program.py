@@ -42,6 +42,14 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "swa": partial(StochasticWeightAveraging, swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1),
     "checkpoint": partial(ModelCheckpoint, "saved", monitor="val_loss", save_top_k=1, save_last=True),
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sanity": {"num_sanity_val_steps": 2},
+    "profiler": {"profiler": "simple"},
+    "every_second": {"check_val_every_n_epoch": 2},
+    "limit_val": {"limit_val_batches": 3},
+    "anomalies": {"detect_anomaly": True},
+    "not_in_inference": {"inference_mode": False},
+}
 # Losses that equal the mean of those of any equal parts of a batch.
 MEANS = ("cross_entropy", "mse", "later_term", "per_sample_mean")
 # Losses that draw random numbers.
@@ -68,6 +76,8 @@ class Program:
         after: what follows ``fit``: ``validate``, ``test``, ``predict``, ``all`` of them, twice, or nothing.
         validation: ``epoch``, ``steps`` (every second) or nothing; validation data have an incomplete last batch.
         callbacks: names of callbacks.
+        options: names of :data:`OPTIONS`, and ``two_loaders`` (for validation), ``global_batch`` (given to the Trainer
+            instead of the accumulation) and ``schedule`` (twice the micro-batches per step from the second epoch on).
         stop: step after which the run is saved and stopped, to be resumed under another layout; 0: none.
         seed: of weights and data.
     """
@@ -89,6 +99,7 @@ class Program:
     validation: str = ""
     after: str = ""
     callbacks: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     stop: int = 0
     seed: int = 0
 
@@ -168,7 +179,10 @@ def make_loaders(program: Program, batch: int) -> tuple[Any, Any]:
     samples, held_out = kind(size, padded_from, dtype), kind(14, None if padded_from is None else 4, dtype, 12)
     # A loader of its own form for validation, too, but neither in a drawn order nor without the last samples.
     form = "plain" if program.loader in ("shuffled", "dropping") else program.loader
-    return getattr(data, program.loader)(samples, batch), getattr(data, form)(held_out, 4)
+    evaluated = [getattr(data, form)(held_out, size) for size in (4, 3)]
+    return getattr(data, program.loader)(samples, batch), evaluated if "two_loaders" in program.options else evaluated[
+        0
+    ]
 
 
 def trainer_options(program: Program) -> dict[str, Any]:
@@ -188,6 +202,8 @@ def trainer_options(program: Program) -> dict[str, Any]:
     if program.clip:
         clips = {"norm": 0.3, "value": 0.02}
         options |= {"gradient_clip_val": clips[program.clip], "gradient_clip_algorithm": program.clip}
+    for name in program.options:
+        options |= OPTIONS.get(name, {})
     return options
 
 

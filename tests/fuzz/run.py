@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from tests.fuzz import data
 from tests.fuzz.layouts import LAYOUTS
@@ -169,16 +170,22 @@ def _trainer(program: Program, layout: str | None, parts: int, callbacks: list[A
     if program.validation == "steps":
         data_ranks = 1 if layout is None else LAYOUTS[layout].data_ranks
         options["val_check_interval"] = 2 * parts // data_ranks
+    if "schedule" in program.options:
+        ranks = 1 if layout is None else LAYOUTS[layout].data_ranks
+        scheduler = GradientAccumulationScheduler({0: parts // ranks, 1: 2 * parts // ranks})
+        options["callbacks"], parts = [scheduler, *callbacks], ranks
     if layout is None:
         return pl.Trainer(devices=1, accumulate_grad_batches=parts, **options)
     chosen = LAYOUTS[layout]
-    accumulation = parts // chosen.data_ranks
+    accumulation = {"accumulate_grad_batches": parts // chosen.data_ranks}
+    if "global_batch" in program.options:
+        accumulation = {"global_batch_size": GLOBAL_BATCH}
     if program.precision == "16-mixed":
         # Larger than a gradient's inverse, steps would be skipped, of other layouts others.
         options["loss_scale"] = {"initial": 256}
     return Trainer(
         strategy=make_strategy(chosen.strategy, **chosen.options),
         devices=chosen.ranks,
-        accumulate_grad_batches=accumulation,
+        **accumulation,
         **options,
     )

@@ -49,13 +49,12 @@ options = dict(
     {options},
     callbacks=[{callbacks}, Print(){stopper}],
 )
+strategy, chosen, ranks, batch, accumulation = LAYOUTS.get(layout, ("", {{}}, 1, {whole}, {parts}))
+{accumulates}
 if layout == "lightning":
-    batch = {whole}
-    trainer = pl.Trainer(devices=1, accumulate_grad_batches={parts}, **options)
+    trainer = pl.Trainer(devices=1, **options)
 else:
-    strategy, chosen, ranks, batch, accumulation = LAYOUTS[layout]
-    options |= dict(strategy=make_strategy(strategy, **chosen), accumulate_grad_batches=accumulation)
-    trainer = trainwright.Trainer(devices=ranks, **options)
+    trainer = trainwright.Trainer(strategy=make_strategy(strategy, **chosen), devices=ranks, **options)
 torch.manual_seed(5)
 loaders = data(batch)
 {fit}
@@ -92,7 +91,6 @@ def _main(program: Program, cell: str, names: list[str], network: Any, block: An
     found = Cell(program, tuple(names))
     parts = 1 if found.is_whole else found.parts
     padded = None if program.padded_from < 0 else program.padded_from
-    form = "plain" if program.loader in ("shuffled", "dropping") else program.loader
     options = trainer_options(program)
     options["enable_checkpointing"] |= ">" in cell
     if program.validation == "steps":
@@ -105,7 +103,7 @@ def _main(program: Program, cell: str, names: list[str], network: Any, block: An
         held_out_from=None if padded is None else 4,
         dtype="float64" if program.double else "float32",
         loader=program.loader,
-        evaluated=f"{form}(held_out, 4)" if program.validation else "None",
+        evaluated=_evaluated(program),
         layouts="\n".join(_layout(found, name) for name in names),
         seed=program.seed,
         module=program.module,
@@ -116,9 +114,26 @@ def _main(program: Program, cell: str, names: list[str], network: Any, block: An
         callbacks=", ".join(_callback(name) for name in program.callbacks) or "",
         stopper=STOPPER.format(stop=program.stop) if ">" in cell else "",
         fit=RESUMABLE_FIT if ">" in cell else "trainer.fit(module, *loaders)",
+        accumulates=_accumulates(program),
         whole=GLOBAL_BATCH // parts,
         parts=parts,
     ).replace("[, ", "[")
+
+
+def _accumulates(program: Program) -> str:
+    if "schedule" in program.options:
+        scheduler = "pl.callbacks.GradientAccumulationScheduler({0: accumulation, 1: 2 * accumulation})"
+        return f'options["callbacks"].insert(0, {scheduler})'
+    by_ranks = f'options["global_batch_size"] = {GLOBAL_BATCH}' if "global_batch" in program.options else ""
+    accumulates = 'options["accumulate_grad_batches"] = accumulation'
+    return f'if layout != "lightning":\n    {by_ranks}\nelse:\n    {accumulates}' if by_ranks else accumulates
+
+
+def _evaluated(program: Program) -> str:
+    form = "plain" if program.loader in ("shuffled", "dropping") else program.loader
+    made = [f"{form}(held_out, {size})" for size in (4, 3)]
+    several = f"[{', '.join(made)}]" if "two_loaders" in program.options else made[0]
+    return several if program.validation else "None"
 
 
 def _layout(cell: Cell, name: str) -> str:
