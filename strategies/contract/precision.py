@@ -25,6 +25,8 @@ from trainwright.strategies.contract.gradients import (
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Autocast dtype of each mixed precision."""
+# Device -> scale of the first steps, where not torch's; runs on CPUs are short, and the first steps would be dropped.
+_INITIAL_SCALE = {"cpu": 2.0**10}
 
 
 class AgreedGradScaler(torch.amp.GradScaler):
@@ -196,7 +198,7 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
 
     def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
         if scaler is None and precision == "16-mixed":
-            scaler = AgreedGradScaler(device=device)
+            scaler = AgreedGradScaler(device=device, init_scale=_INITIAL_SCALE.get(device, 2.0**16))
         super().__init__(precision, device, scaler)
 
     def autocast_context_manager(self) -> torch.autocast:
@@ -231,7 +233,7 @@ class AutocastPrecision(_GradientRules, MixedPrecision):
                 gradient.sub_(gradient * 0)  # infinities become NaN, which clipping by value does not hide
 
 
-def set_loss_scale(plugin: Precision, initial: float, growth_interval: int, least: float, fixed: bool) -> None:
+def set_loss_scale(plugin: Precision, initial: float | None, growth_interval: int, least: float, fixed: bool) -> None:
     """Configure loss scaling; see :class:`~trainwright.trainer.loop.loss_scale.LossScaling`.
 
     Raises:
@@ -242,7 +244,8 @@ def set_loss_scale(plugin: Precision, initial: float, growth_interval: int, leas
             f"loss_scale is given, but {type(plugin).__name__} scales no loss: only precision='16-mixed' does. "
             "Use that precision, or leave loss_scale out."
         )
-    scaler = AgreedGradScaler(device=plugin.device, init_scale=initial, growth_interval=growth_interval)
+    first = initial or plugin.scaler.get_scale()
+    scaler = AgreedGradScaler(device=plugin.device, init_scale=first, growth_interval=growth_interval)
     scaler.least_scale, scaler.fixed = least, fixed
     plugin.scaler = scaler
 

@@ -50,8 +50,8 @@ def test_fixed() -> None:
     assert scales({"initial": 8.0, "growth_interval": 1, "fixed": True}, [1.0, INFINITE * 1e9, 1.0]) == [8, 8, 8]
 
 
-def test_default_is_torchs() -> None:
-    assert scales({}, [1.0]) == [65536.0]
+def test_default() -> None:
+    assert scales({}, [1.0]) == [1024.0]
 
 
 @pytest.mark.parametrize(("given", "precision", "part"), [

@@ -16,8 +16,8 @@ PRECISION = "16-mixed"
 class LossScaling:
     """`trainer.loss_scale`: how the loss is scaled with precision=16-mixed."""
 
-    # Scale of the first steps.
-    initial: float = 65536.0
+    # Scale of the first steps; null = torch's 65536, and 1024 on CPUs, whose runs are short: the first steps would be dropped.
+    initial: float | None = None
     # Optimizer steps in a row without overflow after which the scale doubles.
     growth_interval: int = 2000
     # The scale never falls below this; 0 = no limit.
@@ -41,7 +41,7 @@ def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = 
         return [f"{prefix}{unknown[0]}: there is no such option; options: {names}"]
     problems = []
     for name, example in (("initial", 65536), ("least", 1)):
-        value, bound = asked[name], "more than 0" if name == "initial" else "at least 0"
+        value, bound = 1.0 if asked[name] is None else asked[name], "more than 0" if name == "initial" else "at least 0"
         if not math.isfinite(value) or value < 0 or (name == "initial" and value == 0):
             problems.append(f"{prefix}{name}={value}: must be {bound}; type {prefix}{name}={example}")
     if asked["growth_interval"] < 1:
