@@ -119,8 +119,8 @@ class Trainer(RunTrainer):
         allow_changed_data: ``False`` refuses to resume with another global batch, data set, order or partition than
             the saved run; ``True`` warns of the consequences and continues.
         loss_scale: with ``precision="16-mixed"``, how the loss is scaled: ``initial`` (65536; on CPUs 1024),
-            ``growth_interval`` (2000), ``least`` (0), ``fixed`` (False), see ``LossScaling``. ``None`` is torch's dynamic
-            scaling.
+            ``growth_interval`` (2000), ``least`` (0), ``fixed`` (False), see ``LossScaling``. ``None``
+            is torch's dynamic scaling.
         error_if_nonfinite: stop with an error when ``gradient_clip_val`` meets a norm that is NaN or infinite; off by
             default, as in Lightning.
         **kwargs: everything that ``lightning.pytorch.Trainer`` takes, with the same meaning; the progress bar is

@@ -16,7 +16,7 @@ PRECISION = "16-mixed"
 class LossScaling:
     """`trainer.loss_scale`: how the loss is scaled with precision=16-mixed."""
 
-    # Scale of the first steps; null = torch's 65536, and 1024 on CPUs, whose runs are short: the first steps would be dropped.
+    # Scale of the first steps; null = 65536, and 1024 on CPUs, where runs are short and would drop their first steps.
     initial: float | None = None
     # Optimizer steps in a row without overflow after which the scale doubles.
     growth_interval: int = 2000
