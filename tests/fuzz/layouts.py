@@ -42,6 +42,7 @@ LAYOUTS: dict[str, Layout] = {
     "zero1": Layout("zero1", {}, 2, 2),
     "zero2": Layout("zero2", {}, 2, 2),
     "zero3": Layout("zero3", {}, 2, 2, weight=4),
+    "servers": Layout("parameter_server", {"servers": 2}, 2, 2),
     "tensor": Layout("hybrid", {"tensor": 2, "shard": 1}, weight=4),
     "sequence": Layout("hybrid", {"tensor": 2, "shard": 1, "sequence_parallel": True}, weight=1),
     "pipeline": _pipeline(2, weight=3),

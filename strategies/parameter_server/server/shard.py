@@ -33,6 +33,11 @@ ELEMENTWISE = frozenset(
 )
 
 
+def is_served(parameter: Tensor) -> bool:
+    """Return whether servers may hold a parameter: not integers, which have no gradients."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
 @dataclass(frozen=True)
 class OptimizerRecipe:
     """Class and options of an optimizer, to build it over other tensors.
@@ -112,12 +117,13 @@ class ShardPlan:
             optimizer: of the user.
             names: of parameters, by ``id``.
             servers: how many.
-            only: ids of the parameters to serve; ``None``: all of the optimizer's.
+            only: ids of the parameters to serve; ``None``: all of the optimizer's but integers.
 
         Raises:
             ValueError: if there are more servers than slices.
         """
-        pairs = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        groups = enumerate(optimizer.param_groups)
+        pairs = [(number, p) for number, group in groups for p in group["params"] if is_served(p)]
         pairs = [(number, p) for number, p in pairs if only is None or id(p) in only]
         shapes = tuple(tuple(p.shape) for _, p in pairs)
         recipe = OptimizerRecipe.of(optimizer)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainwright.strategies.base.whole.tables import UnreadableState
 from trainwright.strategies.contract.gradients import refuse_nonfinite
 from trainwright.strategies.contract.precision import AgreedGradScaler
-from trainwright.strategies.parameter_server.server.shard import ShardPlan, put_states, states_of
+from trainwright.strategies.parameter_server.server.shard import ShardPlan, is_served, put_states, states_of
 from trainwright.strategies.parameter_server.worker.client import Client
 from trainwright.strategies.parameter_server.worker.written import WrittenParameters
 
@@ -75,8 +75,8 @@ class ServedOptimizer(Optimizer):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of all groups, in order."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        """Parameters of all groups that servers hold, in order."""
+        return [parameter for group in self.param_groups for parameter in group["params"] if is_served(parameter)]
 
     @property
     def client(self) -> Client:
