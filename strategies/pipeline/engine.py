@@ -199,7 +199,7 @@ class PipelineEngine:
         if self._training is None:
             if samples is not None and len(parts) > 1:
                 batches.check_samples(batch, self._dims, size, samples)
-            self._training = self._trace_first_step(arguments[0], len(parts))
+            self._training = self._trace_first_step(arguments[0])
         sizes = batches.part_sizes(size, len(parts))
         return self._training.run(PipelineStep((args, kwargs), arguments, batch, parts, sizes, scale))
 
@@ -219,7 +219,7 @@ class PipelineEngine:
         training.is_whole = True
         return True
 
-    def _trace_first_step(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], micro_batches: int) -> Training:
+    def _trace_first_step(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Training:
         """Trace the first micro-batch without gradients to find dependencies between stages. A collective.
 
         Restores the module's state.
@@ -244,7 +244,7 @@ class PipelineEngine:
             try:
                 with redirected_log(self._module, lambda name, value, **options: trace.use_results(value)):
                     trace.use_results(self._relayed(run, lambda: self._look("training_step", args, kwargs)))
-                places, problems = find_places(self.cut, self._module, state.changes(), trace, micro_batches)
+                places, problems = find_places(self.cut, self._module, state.changes(), trace, self._micro_batches)
                 if run.passes != 1:
                     raise RuntimeError(order_message(self.cut.names, 0, len(self.cut.names)))
             except Exception as raised:
@@ -278,7 +278,7 @@ class PipelineEngine:
             schedule=self._schedule_name, run=self._run, rehearsing=self._rehearsing,
             draws=any(each[4] for each in found), objects=trace.changed_objects,
         )  # fmt: skip
-        training.is_whole = micro_batches > 1 and any(each[5] for each in found)
+        training.is_whole = any(each[5] for each in found)
         return training
 
     # Evaluation

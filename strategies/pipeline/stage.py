@@ -161,7 +161,7 @@ class UserStepStage(_PipelineStageBase):
         """Run the code after the blocks once all micro-batches are there."""
         assert self.run_tail is not None
         self._ended[chunk] = output
-        if len(self._ended) == self.chunks:
+        if len(self._ended) == len(self.signatures):
             outputs = [self._ended[each] for each in sorted(self._ended)]
             self._ended.clear()
             self._gradients.update(enumerate(self.run_tail(self, outputs)))

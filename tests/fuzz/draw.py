@@ -117,6 +117,8 @@ RULES: list[Rule] = [
     ),
     (lambda p: p.scheduler.startswith("plateau") or p.module == "ByHand" or p.epochs < 2, lambda p: _without(p, "swa")),
     # Their state is not in a checkpoint of a step: hooks run after it is saved, or a stream starts anew.
+    (lambda p: p.drops, lambda p: {"module": "Trained" if p.module == "Taught" else p.module, **_without(p, "swa")}),
+    (lambda p: p.drops and p.loader == "stream", lambda p: {"loader": "plain"}),
     (lambda p: p.module == "Taught" or "swa" in p.callbacks or p.loader == "stream", lambda p: {"stop": 0}),
     (lambda p: p.drops and not p.stop, lambda p: {"stop": p.steps - 1}),
     (lambda p: bool(p.components & {*RANDOM, *BY_BATCH_ALONE, *ONCE_PER_BATCH}), lambda p: {"accumulation": 1}),

@@ -35,7 +35,10 @@ FOUND = [
     ("ddp", Program(module="Metrics", rest=1)),
     ("ddp", Program(loader="combined", rest=3)),
     ("ddp", Program(scheduler="plateau_by_step", rest=3)),
-    ("gpipe", Program(callbacks=("swa",), epochs=3, after="validate")),
+    ("gpipe", Program(network="transformer", callbacks=("swa",), epochs=3, steps=2, after="validate")),
+    ("gpipe", Program(module="Tracking", epochs=2, steps=2, rest=1)),
+    ("gpipe>gpipe", Program(module="Tracking", epochs=2, steps=2, rest=1, stop=2)),
+    ("servers", Program(module="Typed")),
     ("single", Program(loader="own_batch_sampler", after="predict")),
 ]
 
