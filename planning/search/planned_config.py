@@ -20,7 +20,7 @@ from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.planning.memory.peak import Held, held_by, moments
 from trainwright.planning.memory.share import StageShare, share_of
-from trainwright.planning.memory.state import StateTable, state_of
+from trainwright.planning.memory.state import StateTable
 from trainwright.planning.model.facts import ModelFacts
 from trainwright.planning.search.plan import USABLE, LayoutCandidate
 from trainwright.planning.search.work import Work
@@ -135,7 +135,7 @@ class PlannedConfig:
             held: peak memory of the largest rank.
         """
         shares = self.shares(work)
-        _, heaviest, _ = state_of(self.table, work, shares[0])
+        _, heaviest, _ = self.table.of_share(shares[0], work.division)
         return LayoutCandidate(
             strategy,
             work,
