@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.contract.cuts import METADATA
+from trainwright.strategies.contract.cuts import METADATA, StandIn
 
 _Call = Callable[..., Any]
 _of_class: Any = Tensor
@@ -43,13 +43,15 @@ class WholeTensors(Protocol):
         """Raise, since ``what`` is not possible with a split parameter."""
 
 
-class WholeTensor(Tensor):
+class WholeTensor(StandIn):
     """Stand-in for a parameter or its gradient, with the shape of the whole.
 
     Metadata is available without communication. Other functions of torch get the whole tensor, gathered by
     :class:`WholeTensors`; changes are written back later.
     """
 
+    metadata = METADATA
+    refusal = "{} was called on the stand-in of a parameter; use the parameter's own methods."
     whole_name: str
     whole_kind: str
     wholes: WholeTensors
@@ -65,9 +67,7 @@ class WholeTensor(Tensor):
             shape: of the whole.
             kind: ``"parameter"``, ``"gradient"`` or ``"value"``, the plain tensor in a ``state_dict``.
         """
-        made: WholeTensor = Tensor._make_wrapper_subclass(
-            WholeTensor, shape, dtype=like.dtype, device=like.device, requires_grad=False
-        )
+        made = WholeTensor.like(like, shape, requires_grad=False)
         made.whole_name, made.whole_kind, made.wholes = name, kind, wholes
         if kind == "parameter":
             made._is_param = True
@@ -81,25 +81,12 @@ class WholeTensor(Tensor):
         return whole if self.whole_kind == "parameter" else whole.detach()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Run ``func`` on whole tensors instead of stand-ins."""
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], WholeTensor):
-            if func in METADATA:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            special = _SPECIAL.get(func)
-            if special is not None and args[0].whole_kind == "parameter":
-                return special(*args, **kwargs)
+        if args and isinstance(args[0], WholeTensor) and args[0].whole_kind == "parameter" and func in _SPECIAL:
+            return _SPECIAL[func](*args, **kwargs)
         args, kwargs = stand_ins_to_wholes((args, kwargs))
         return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse calls that bypass :meth:`__torch_function__`."""
-        raise RuntimeError(f"{func} was called on the stand-in of a parameter; use the parameter's own methods.")
 
 
 def stand_ins_to_wholes(value: Any) -> Any:
