@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -141,3 +141,26 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     own = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in own if tensor is not None]
+
+
+def fill(
+    pieces: Iterable[Piece],
+    seed: int,
+    real: dict[Tensor, Tensor],
+    make: Callable[[nn.Module, str, Tensor, Tensor], Tensor],
+) -> None:
+    """Replace the meta tensors of ``pieces`` by real ones.
+
+    Args:
+        pieces: of the module.
+        seed: of initial values, the same on all ranks.
+        real: meta tensor -> its replacement, to preserve ties.
+        make: returns the real tensor for a module, a name, the meta tensor and its initial value.
+    """
+    for piece in pieces:
+        for owner, name, value in piece.values(seed):
+            meta = getattr(owner, name)
+            if meta not in real:
+                real[meta] = make(owner, name, meta, value)
+            holder = owner._parameters if name in owner._parameters else owner._buffers
+            holder[name] = real[meta]  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.core.config.options import refuse
@@ -18,7 +20,7 @@ from trainwright.strategies.compose.rules import averaging_problem, manual_optim
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.contract.same_model import broadcast_from_first
-from trainwright.strategies.data.sharding.split import averaged_copies
+from trainwright.strategies.data.sharding.split import Splitter, averaged_copies
 from trainwright.strategies.state.assemble import Assembly
 
 _LAYOUT = "_trainwright_layout"
@@ -94,3 +96,18 @@ def _refuse_partitioned(module: LightningModule) -> None:
             f"{type(module).__name__} was partitioned for the layout {before} by another strategy and holds only a "
             "part of its parameters. Build the module anew, or keep using the same Trainer."
         )
+
+
+class CutSplitter(Splitter):
+    """Shards experts over fewer ranks than the rest."""
+
+    def _split_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        for experts in self._strategy._engines.expert_modules_in(block):
+            fully_shard(experts, **{**options, "mesh": self._splitting(self._strategy._expert_mesh)})
+
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        options = super()._options(module)
+        if self._strategy.traits.backward_in_step:
+            # Gather once per step instead of per micro-batch and direction.
+            options["reshard_after_forward"] = False
+        return options
