@@ -195,16 +195,9 @@ class _Search:
                 best[key] = candidate
         ranked = sorted(best.values(), key=lambda each: -each.samples_per_second)
         ranked = [replace(each, overrides=overrides_of(self._config, each)) for each in ranked]
-        cfg = self._config.cfg
-        return Plan(
-            name=cfg.name,
-            world_size=self._config.world_size,
-            profile=self._config.profile,
-            precision=cfg.precision,
-            global_batch_size=cfg.global_batch_size,
-            ranked=tuple(ranked),
+        return self._config.result(
+            ranked,
             refused=self._refusals.excluding({each.title for each in ranked}),
-            parameters=self._config.parameters,
             notes=tuple(self._notes(ranked[0])) if ranked else (),
             considered=self._executions.considered,
         )

@@ -227,22 +227,20 @@ class _Passes:
 
     def __init__(self, cost: PassCost, work: Work, share: StageShare, profile: DeviceProfile, precision: str) -> None:
         self.share = share
-        flops = profile.flops_at(precision)
-        parts = _parts_of(cost, share)
-        samples = work.micro_batch
-        width = profile.memory_bandwidth
-        self.forward = samples * sum(count * part.flops for part, count in parts) / flops
-        self.forward += sum(count * part.moved.of(samples) for part, count in parts) / width
-        self.backward = samples * sum(count * part.backward for part, count in parts) / flops
-        self.backward += sum(count * part.backward_moved.of(samples) for part, count in parts) / width
+        parts, samples, per_call = _parts_of(cost, share), work.micro_batch, profile.operation_seconds
+
+        def pass_of(flops: str, moved: str, calls: str, gathering: float) -> float:
+            seconds = samples * sum(n * getattr(part, flops) for part, n in parts) / profile.flops_at(precision)
+            seconds += sum(n * getattr(part, moved).of(samples) for part, n in parts) / profile.memory_bandwidth
+            launches = sum(n * getattr(part, calls) for part, n in parts) * per_call + gathering
+            # Launches are added on a CPU, overlapped on a GPU.
+            return seconds + launches if profile.is_cpu else max(seconds, launches)
+
         # Parameters are gathered for forward and for backward, and gradients reduced, block by block.
-        gathering = (
-            (sum(share.blocks.values()) + 1) * profile.gather_seconds if work.division.splits_parameters else 0.0
-        )
-        calls = sum(count * part.calls for part, count in parts) * profile.operation_seconds
-        again = sum(count * part.backward_calls for part, count in parts) * profile.operation_seconds
-        self.forward = _with_launches(self.forward, calls + gathering, profile)
-        self.backward = _with_launches(self.backward, again + 2 * gathering, profile)
+        gathered = sum(share.blocks.values()) + 1 if work.division.splits_parameters else 0
+        gathering = gathered * profile.gather_seconds
+        self.forward = pass_of("flops", "moved", "calls", gathering)
+        self.backward = pass_of("backward", "backward_moved", "backward_calls", 2 * gathering)
 
     @property
     def seconds(self) -> float:
@@ -255,11 +253,6 @@ def _parts_of(cost: PassCost, share: StageShare) -> list[tuple[ModelPart, int]]:
     parts += [(cost.before, 1)] if share.has_first else []
     parts += [(cost.after, 1)] if share.has_last else []
     return parts
-
-
-def _with_launches(work: float, launches: float, profile: DeviceProfile) -> float:
-    """Return the seconds of kernels with their launches: added on a CPU, overlapped on a GPU."""
-    return work + launches if profile.is_cpu else max(work, launches)
 
 
 def _reading(state: UnitState, profile: DeviceProfile) -> float:

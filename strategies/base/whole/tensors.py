@@ -94,25 +94,13 @@ def stand_ins_to_wholes(value: Any) -> Any:
     return pytree.tree_map_only(WholeTensor, lambda tensor: tensor.whole(), value)
 
 
-def _grad(tensor: WholeTensor) -> Tensor | None:
-    return tensor.wholes.gradient_stand_in(tensor.whole_name)
-
-
 def _set_grad(tensor: WholeTensor, value: Tensor | None) -> None:
     tensor.wholes.set_gradient(tensor.whole_name, stand_ins_to_wholes(value))
-
-
-def _requires_grad(tensor: WholeTensor) -> bool:
-    return tensor.wholes.requires_grad(tensor.whole_name)
 
 
 def _set_requires_grad(tensor: WholeTensor, value: bool = True) -> WholeTensor:
     tensor.wholes.set_requires_grad(tensor.whole_name, value)
     return tensor
-
-
-def _get_data(tensor: WholeTensor) -> Tensor:
-    return tensor.wholes.own(tensor.whole_name).data
 
 
 def _set_data(tensor: WholeTensor, value: Tensor) -> None:
@@ -122,25 +110,24 @@ def _set_data(tensor: WholeTensor, value: Tensor) -> None:
     whole.data = value.detach()
 
 
-def _refuse_hook(tensor: WholeTensor, *_: Any) -> None:
-    tensor.wholes.refuse(tensor.whole_name, "a gradient hook is registered on it during a run")
+def _refusing(what: str) -> Callable[..., None]:
+    return lambda tensor, *_: tensor.wholes.refuse(tensor.whole_name, what)
 
 
-def _refuse_copy(tensor: WholeTensor, *_: Any) -> None:
-    tensor.wholes.refuse(tensor.whole_name, "it, or a module around it, is copied with copy.deepcopy")
+_refuse_hook = _refusing("a gradient hook is registered on it during a run")
 
 
 # Functions of parameters beyond their values.
 _SPECIAL: dict[Any, _Call] = {
-    _of_class.grad.__get__: _grad,
+    _of_class.grad.__get__: lambda tensor: tensor.wholes.gradient_stand_in(tensor.whole_name),
     _of_class.grad.__set__: _set_grad,
     _of_class.grad.__delete__: lambda tensor: _set_grad(tensor, None),
-    _of_class.requires_grad.__get__: _requires_grad,
+    _of_class.requires_grad.__get__: lambda tensor: tensor.wholes.requires_grad(tensor.whole_name),
     _of_class.requires_grad.__set__: _set_requires_grad,
     Tensor.requires_grad_: _set_requires_grad,
-    _of_class.data.__get__: _get_data,
+    _of_class.data.__get__: lambda tensor: tensor.wholes.own(tensor.whole_name).data,
     _of_class.data.__set__: _set_data,
     Tensor.register_hook: _refuse_hook,
     Tensor.register_post_accumulate_grad_hook: _refuse_hook,
-    Tensor.__deepcopy__: _refuse_copy,
+    Tensor.__deepcopy__: _refusing("it, or a module around it, is copied with copy.deepcopy"),
 }
