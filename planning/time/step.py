@@ -230,7 +230,7 @@ class _Passes:
         parts, samples, per_call = _parts_of(cost, share), work.micro_batch, profile.operation_seconds
 
         def pass_of(flops: str, moved: str, calls: str, gathering: float) -> float:
-            seconds = samples * sum(n * getattr(part, flops) for part, n in parts) / profile.flops_at(precision)
+            seconds: float = samples * sum(n * getattr(part, flops) for part, n in parts) / profile.flops_at(precision)
             seconds += sum(n * getattr(part, moved).of(samples) for part, n in parts) / profile.memory_bandwidth
             launches = sum(n * getattr(part, calls) for part, n in parts) * per_call + gathering
             # Launches are added on a CPU, overlapped on a GPU.
