@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,7 +20,6 @@ from trainwright.core.torch_internals import _get_current_function_mode, _pop_mo
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.kept_parameters import KeptParameter, present
 from trainwright.strategies.base.whole.gathered import gathered, is_write, joined
-from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.cuts import METADATA, Cut
 from trainwright.strategies.plan.blocks import uncompiled
 from trainwright.strategies.plan.slots import Slot
@@ -85,9 +84,14 @@ class UseWatch(TorchFunctionMode):
             return self._everywhere[method]
         return all(module._compiled_call_impl is None for module in self._module.modules())
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Do not watch a ``with`` block of the strategy's own code."""
-        return with_attributes(self, _pauses=self._pauses + 1)
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
 
     def _enter(self, method: str, everywhere: bool, *_: Any) -> None:
         self._depth += 1

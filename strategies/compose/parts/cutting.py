@@ -1,5 +1,4 @@
-"""Partitioning of the module of a run, after checks and agreement between ranks; how its parts are sharded, measured and
-certified."""
+"""Partitioning of the module of a run, after checks and agreement; its parts are sharded, measured and certified."""
 
 from __future__ import annotations
 
