@@ -232,7 +232,7 @@ class _Passes:
         def pass_of(flops: str, moved: str, calls: str, gathering: float) -> float:
             seconds: float = samples * sum(n * getattr(part, flops) for part, n in parts) / profile.flops_at(precision)
             seconds += sum(n * getattr(part, moved).of(samples) for part, n in parts) / profile.memory_bandwidth
-            launches = sum(n * getattr(part, calls) for part, n in parts) * per_call + gathering
+            launches: float = sum(n * getattr(part, calls) for part, n in parts) * per_call + gathering
             # Launches are added on a CPU, overlapped on a GPU.
             return seconds + launches if profile.is_cpu else max(seconds, launches)
 
