@@ -1,10 +1,8 @@
 """Configurations reduced to training, for short runs whose numbers or memory are measured."""
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from omegaconf import DictConfig
@@ -65,11 +63,6 @@ def train_in_subprocesses(cfg: DictConfig) -> None:
     launch_local(cfg, "fit")
 
 
-@contextlib.contextmanager
-def temporary_folder(name: str) -> Iterator[Path]:
-    """Create a temporary folder whose name starts with `name`; it is removed afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=scratch()))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def temporary_folder(name: str) -> TemporaryDirectory[str]:
+    """Create a temporary folder whose name starts with `name`; it is removed after the `with` block."""
+    return TemporaryDirectory(prefix=f"{name}-", dir=scratch(), ignore_cleanup_errors=True)

@@ -91,7 +91,8 @@ def probe(planned: DictConfig, launcher: Launcher | None) -> ProbeResult:
         who = f"launch={planned.launch.kind} starts the ranks elsewhere, so the size cannot be tried"
         return ProbeResult(size, None, f"{who}; only predicted")
     there = machine_facts().available
-    with temporary_folder("probe") as folder:
+    with temporary_folder("probe") as name:
+        folder = Path(name)
         trial = _trial(planned, folder)
         try:
             train_in_subprocesses(trial)

@@ -3,6 +3,7 @@
 The loops and connectors of :mod:`trainwright.trainer` derive from Lightning's, which have no public names.
 """
 
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager as _DtypeContextManager
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as _auto_add_worker_init_fn
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as _update_properties

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -23,19 +23,21 @@ from trainwright.core.failures.error_text import first_line
 from trainwright.core.layout import Layout
 from trainwright.core.lightning_internals import _configure_optimizers
 from trainwright.core.text.plain import aligned
+from trainwright.planning.memory.weights import Division, Shape, Weight, weights_of
 from trainwright.strategies.compose.engine_options import EngineOptions, engine_options_of
-from trainwright.strategies.compose.local_shapes import shapes_along_pipeline
+from trainwright.strategies.compose.engines import stage_spans
 from trainwright.strategies.compose.meta_module import build_on_meta
 from trainwright.strategies.compose.model_plan import describe_plan, plan_for
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.compose.world import options_of, serving_ranks
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
+from trainwright.strategies.pipeline.cut import PipelineCut
+from trainwright.strategies.pipeline.schedules import stages_of_rank
 from trainwright.strategies.plan.model_plan import ModelPlan
 
 MIB = 2**20
 # Rows of the table of bytes; the rest is only counted.
 _SHOWN_LINES = 32
-_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,54 @@ def bytes_of_ranks(
         ValueError: if the module cannot be cut for this layout.
     """
     plan = plan_for(module, layout, options) if cuts_module(layout) else ModelPlan()
-    of = cache(_RankSizes(module, plan, layout, options, rules).of)
+    weights, division = weights_of(module, plan, layout.tensor, rules.halves), Division.of(layout, rules.stage)
+    stages = _held_along_pipeline(module, plan, layout, options)
+    states = OptimizerStates(module)
+
+    @cache
+    def of(stage: int, index: int) -> RankBytes:
+        mine = weights if stages is None else [weight for weight in weights if weight.name in stages[stage]]
+        return _rank_bytes(((weight, weight.shard(division, index)) for weight in mine), states, rules)
+
     places = map(layout.coordinates, range(layout.world_size))
     held = [of(place["pipeline"], place["shard"] * layout.context + place["context"]) for place in places]
-    return held if not rules.servers else _with_servers(module, held, rules)
+    return held if not rules.servers else _with_servers(held, {each.name: each for each in weights}, states, rules)
 
 
-def _with_servers(module: LightningModule, held: Sequence[RankBytes], rules: StateRules) -> list[RankBytes]:
+def _held_along_pipeline(
+    module: nn.Module, plan: ModelPlan, layout: Layout, options: EngineOptions
+) -> list[set[str]] | None:
+    """Return the names of the parameters that each pipeline rank holds; ``None``: all."""
+    if layout.pipeline == 1:
+        return None
+    stages = options.stages(layout.pipeline)
+    holders = PipelineCut(module, plan, stage_spans(module, plan, stages, options.split), []).holders
+    spread = (stages_of_rank(rank, layout.pipeline, stages, options.schedule) for rank in range(layout.pipeline))
+    return [{name for name, at in holders.items() if set(mine) & set(at)} for mine in spread]
+
+
+def _rank_bytes(
+    held: Iterable[tuple[Weight, tuple[int, int, Shape]]], states: OptimizerStates, rules: StateRules
+) -> RankBytes:
+    """Return the bytes of parameters and their parts, see :meth:`Weight.shard`."""
+    parameters = gradients = optimizer = 0
+    is_known = states.problem is None
+    for weight, (kept, averaged, stepped) in held:
+        size, is_trained = weight.dtype.itemsize, weight.whole.requires_grad
+        parameters += (kept + (math.prod(stepped) if rules.offload == "optimizer" else 0)) * size
+        gradients += averaged * size if is_trained else 0
+        state = states.bytes_of(weight.whole, stepped, weight.dtype) if is_trained else 0
+        is_known, optimizer = is_known and state is not None, optimizer + (state or 0)
+    return RankBytes(parameters, gradients, optimizer if is_known else None)
+
+
+def _with_servers(
+    held: Sequence[RankBytes], weights: Mapping[str, Weight], states: OptimizerStates, rules: StateRules
+) -> list[RankBytes]:
     """Move optimizer state from workers to the ranks with servers, in parts of their rows."""
-    states, parameters = OptimizerStates(module), dict(module.named_parameters())
     held = [replace(each, optimizer=0) for each in held] + [RankBytes(0, 0, 0)] * rules.server_ranks
     first = len(held) - rules.server_ranks if rules.server_ranks else 0
-    for number, served in enumerate(_served_bytes(states, parameters, rules)):
+    for number, served in enumerate(_served_bytes(states, weights, rules)):
         beside = held[first + number]
         held[first + number] = replace(
             beside, parameters=beside.parameters + served.parameters, optimizer=served.optimizer
@@ -111,76 +149,21 @@ def _with_servers(module: LightningModule, held: Sequence[RankBytes], rules: Sta
     return held
 
 
-def _served_bytes(states: OptimizerStates, parameters: dict[str, nn.Parameter], rules: StateRules) -> list[RankBytes]:
+def _served_bytes(states: OptimizerStates, weights: Mapping[str, Weight], rules: StateRules) -> list[RankBytes]:
     if states.problem is not None or not states.optimizers:
         return [RankBytes(0, 0, None if states.problem else 0)] * rules.servers
-    plan = ShardPlan.of(states.optimizers[0], {id(p): name for name, p in parameters.items()}, rules.servers)
+    plan = ShardPlan.of(states.optimizers[0], {id(w.whole): name for name, w in weights.items()}, rules.servers)
     found = []
     for slices in plan.held:
-        sent = optimizer = 0
-        is_known = True
-        for piece in slices:
-            parameter = parameters[plan.names[piece.parameter]]
-            dtype = _dtype_of(parameter, rules)
-            # Servers send float32, and keep parameters of another type beside it.
-            sent += piece.numel * (plan.dtype.itemsize + (dtype.itemsize if dtype != plan.dtype else 0))
-            state = states.bytes_of(parameter, piece.shape, dtype) if parameter.requires_grad else 0
-            is_known, optimizer = is_known and state is not None, optimizer + (state or 0)
-        found.append(RankBytes(sent, 0, optimizer if is_known else None))
+        parts = [(weights[plan.names[piece.parameter]], piece) for piece in slices]
+        # Servers send float32, and keep parameters of another type beside it.
+        sent = sum(
+            piece.numel * (plan.dtype.itemsize + (weight.dtype.itemsize if weight.dtype != plan.dtype else 0))
+            for weight, piece in parts
+        )
+        state = _rank_bytes(((weight, (0, 0, piece.shape)) for weight, piece in parts), states, StateRules())
+        found.append(replace(state, parameters=sent))
     return found
-
-
-def _dtype_of(parameter: nn.Parameter, rules: StateRules) -> torch.dtype:
-    return torch.bfloat16 if rules.halves and parameter.is_floating_point() else parameter.dtype
-
-
-class _RankSizes:
-    """Bytes of a rank by its stage and its place among the ranks that share a copy of the state.
-
-    Ranks that differ along other axes hold the same.
-    """
-
-    def __init__(
-        self, module: LightningModule, plan: ModelPlan, layout: Layout, options: EngineOptions, rules: StateRules
-    ) -> None:
-        self._parameters = dict(module.named_parameters())
-        self._held = shapes_along_pipeline(module, plan, layout, options)
-        self._experts = {n for n in self._parameters if any(n.startswith(f"{e}.") for e in plan.experts)}
-        self._layout, self._rules = layout, rules
-        self._is_cut = cuts_module(layout)
-        self._states = OptimizerStates(module)
-
-    def of(self, stage: int, index: int) -> RankBytes:
-        parameters = gradients = optimizer = 0
-        is_known = self._states.problem is None
-        for name, shape in self._held[stage].items():
-            parameter = self._parameters[name]
-            dtype = _dtype_of(parameter, self._rules)
-            kept, averaged, stepped = self._numbers(shape, name in self._experts, index)
-            parameters += kept * dtype.itemsize
-            if self._rules.offload == "optimizer":
-                parameters += math.prod(stepped) * dtype.itemsize
-            if not parameter.requires_grad:
-                continue
-            gradients += averaged * dtype.itemsize
-            state = self._states.bytes_of(parameter, stepped, dtype)
-            is_known = is_known and state is not None
-            optimizer += state or 0
-        return RankBytes(parameters, gradients, optimizer if is_known else None)
-
-    def _numbers(self, shape: _Shape, is_expert: bool, index: int) -> tuple[int, int, _Shape]:
-        """Return the elements of a parameter and its gradient on the rank, and the shape that the optimizer steps."""
-        layout, numel = self._layout, math.prod(shape)
-        spread = layout.expert if is_expert else 1
-        ranks, index = layout.state_ranks // spread, index // spread
-        splits_parameters = self._rules.stage == 3 and (layout.replicate * layout.state_ranks > 1 or not self._is_cut)
-        alone = self._is_cut and layout.replicate * ranks == 1 and not splits_parameters
-        if not self._rules.stage or alone or not shape:
-            return numel, numel, shape
-        rows = -(-shape[0] // ranks)
-        chunk = rows * math.prod(shape[1:])  # padded to the same length on the last ranks
-        mine = min((index + 1) * rows, shape[0]) - min(index * rows, shape[0])
-        return chunk if splits_parameters else numel, chunk, (mine, *shape[1:])
 
 
 class OptimizerStates:
@@ -195,7 +178,7 @@ class OptimizerStates:
         self.problem: str | None = None
         self.optimizers: Sequence[Optimizer] = ()
         self._groups: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
-        self._known: dict[tuple[int, _Shape, torch.dtype], int | None] = {}
+        self._known: dict[tuple[int, Shape, torch.dtype], int | None] = {}
         try:
             made: Any = module.configure_optimizers()
             self.optimizers = _configure_optimizers(made)[0] if made is not None else ()
@@ -206,7 +189,7 @@ class OptimizerStates:
             for group in optimizer.param_groups:
                 self._groups |= {id(parameter): (optimizer, group) for parameter in group["params"]}
 
-    def bytes_of(self, parameter: nn.Parameter, shape: _Shape, dtype: torch.dtype) -> int | None:
+    def bytes_of(self, parameter: nn.Parameter, shape: Shape, dtype: torch.dtype) -> int | None:
         """Return the state bytes for a part of a parameter; None if unknown.
 
         Args:

@@ -17,7 +17,7 @@ from trainwright.strategies.contract.collectives.data import DataCollectives
 from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.part import Replicas, Tables
 from trainwright.strategies.contract.registry import strategy_names
-from trainwright.strategies.local_updates.diloco import OuterReplicas
+from trainwright.strategies.local_updates.strategy import OuterReplicas
 from trainwright.strategies.parameter_server.peers import Servers, Workers
 
 MOST_BASES = 3

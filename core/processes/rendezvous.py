@@ -1,14 +1,18 @@
-"""Rendezvous store of a run: torch's TCPStore, listening at the requested address instead of all interfaces."""
+"""Rendezvous of a run's processes at torch's TCPStore, listening at the requested address, not all interfaces."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import ipaddress
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 if TYPE_CHECKING:  # takes seconds to import, and the launching process does not need it
@@ -92,3 +96,38 @@ def loopback_interfaces() -> dict[str, str]:
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return {} if loopback is None else {name: os.environ.get(name, loopback) for name in INTERFACES}
+
+
+@contextmanager
+def rendezvous(environment: ClusterEnvironment | None, nodes: int) -> Iterator[None]:
+    """Provide the store while Lightning creates the process group.
+
+    Args:
+        environment: of the cluster; ``None``: one process.
+        nodes: number of machines.
+
+    Raises:
+        RuntimeError: if another program uses the port.
+    """
+    store = None if dist.is_initialized() else first_store(environment, nodes)
+    if nodes == 1 and environment is not None and is_loopback(environment.main_address):
+        os.environ.update(loopback_interfaces())
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT", "of this run")
+        raise RuntimeError(
+            f"The ranks cannot meet at port {port}: another program uses it. Free it, or choose another one with "
+            "launch.port=<number> (in a plain script: the environment variable MASTER_PORT)."
+        ) from error
+    del store  # torch holds its own reference now
+    atexit.register(_destroy_group)
+
+
+def _destroy_group() -> None:
+    """Destroy a gloo group before the interpreter exits, which its threads would abort."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        gc.collect()  # DistributedDataParallel keeps a reference to the group
+        dist.destroy_process_group()

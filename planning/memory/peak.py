@@ -6,6 +6,7 @@ Parameters, gradients and optimizer state come from :mod:`~trainwright.planning.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 
 from trainwright.planning.memory.buffers import Buffers
 from trainwright.planning.memory.share import StageShare
-from trainwright.planning.memory.state import StateTable, UnitState, state_of
+from trainwright.planning.memory.state import StateTable, UnitState
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelPart, PassCost
 from trainwright.strategies.pipeline.schedules import CHOICES, ranks_of_stages, stages_of_rank
@@ -82,7 +83,7 @@ def moments(table: StateTable, cost: PassCost, work: Work, share: StageShare) ->
     Returns:
         In order of a step; the last is the optimizer's step.
     """
-    blocks, heaviest, outside = state_of(table, work, share)
+    blocks, heaviest, outside = table.of_share(share, work.division)
     state = blocks.plus(outside)
     rest = _at_rest(work, state)
     kept = KeptMemory(cost, work, share)
@@ -93,16 +94,14 @@ def moments(table: StateTable, cost: PassCost, work: Work, share: StageShare) ->
     # Like Lightning, the first forward of a step runs before gradients of the previous one are freed.
     before = buffers.persisting(averaged, state.whole_gradients)
     forward = averaged if work.rounds == 1 else max(averaged, before)
-    middle = kept.blocks(buffers.ahead), buffers.in_middle_block
+    gradients = defaultdict(lambda: before, dict.fromkeys(("blocks ahead", "last block", "forward"), forward))
+    gradients["averaging"] = max(averaged, before)
+    sizes = buffers.by_moment()
     return [
-        replace(rest, gradients=forward, activations=middle[0], buffers=middle[1], moment="blocks ahead"),
-        replace(rest, gradients=forward, activations=kept.blocks(), buffers=buffers.in_last_block, moment="last block"),
-        replace(rest, gradients=forward, activations=kept.forward(), buffers=buffers.in_forward, moment="forward"),
-        replace(rest, gradients=before, activations=kept.head(), buffers=buffers.in_head, moment="loss"),
-        replace(rest, gradients=before, activations=kept.block(), buffers=buffers.in_block, moment="backward"),
-        replace(rest, gradients=before, activations=kept.reduced(), buffers=buffers.reducing, moment="reducing"),
-        replace(rest, gradients=before, activations=kept.first(), buffers=buffers.in_first, moment="first block"),
-        replace(rest, gradients=max(averaged, before), buffers=buffers.at_end, moment="averaging"),
+        *(
+            replace(rest, gradients=gradients[moment], activations=size, buffers=sizes[moment], moment=moment)
+            for moment, size in kept.by_moment(buffers.ahead).items()
+        ),
         _stepping(rest, averaged, state),
     ]
 
@@ -143,7 +142,7 @@ def _moments_of_pipeline(
         )
     return [
         *found,
-        replace(rest, gradients=persisting, buffers=buffers.at_end, moment="averaging"),
+        replace(rest, gradients=persisting, buffers=buffers.averaging_stages(), moment="averaging"),
         _stepping(rest, averaged, state),
     ]
 
@@ -157,7 +156,7 @@ def _first_of_stage(
     """
     begins = kept.pipeline(at.live) + kept.deferred(at.deferred)
     ends = kept.pipeline(at.live - 1) + kept.heaviest_block + kept.deferred(at.deferred)
-    others = buffers.whole_of_stages((at.graded + 1) / stages) - buffers.whole_of_block
+    others = buffers.whole_of_stages((at.graded + 1) / stages) - buffers.heaviest.whole_gradients
     held = ((begins, buffers.whole_of_stages(at.graded / stages)), (ends, others))
     return [
         replace(rest, gradients=persisting, activations=activations, buffers=size, moment="first of a stage")
@@ -193,42 +192,27 @@ class KeptMemory:
     def _of(self, part: ModelPart) -> float:
         return part.kept.of(self._samples)
 
-    @property
-    def _through(self) -> float:
-        """Kept before the blocks and in them."""
-        inside = sum(count * self._of(self._cost.blocks[kind]) for kind, count in self._share.blocks.items())
-        return inside + self._of(self._cost.before)
+    def by_moment(self, ahead: float) -> dict[str, float]:
+        """Return the peaks of a step without a pipeline, in order.
 
-    def forward(self) -> float:
-        """Return the peak of forward."""
-        return self._through + self._of(self._cost.after) + self._cost.forward_peak.of(self._samples)
-
-    def head(self) -> float:
-        """Return the peak of backward after the blocks."""
-        return self._through + self._of(self._cost.after) + self._cost.head_peak.of(self._samples)
-
-    def block(self) -> float:
-        """Return the peak of backward in the last block."""
-        cost = self._cost
-        return self._through + cost.entry.of(self._samples) + cost.block_peak.of(self._samples)
-
-    def reduced(self) -> float:
-        """Return the peak of backward in the second-last block, after the last one's activations are freed."""
-        return self.block() - self.heaviest_block
-
-    def blocks(self, ahead: float = 0.0) -> float:
-        """Return the peak of forward in the last block, or in one with ``ahead`` blocks after it."""
-        return self._through - ahead * self.heaviest_block + self._cost.forward_block.of(self._samples)
-
-    def first(self) -> float:
-        """Return the peak of backward in the first block, after the activations of all others are freed."""
-        cost = self._cost
-        return (
-            self._of(cost.before)
-            + self.heaviest_block
-            + cost.entry.of(self._samples)
-            + cost.block_peak.of(self._samples)
-        )
+        Args:
+            ahead: number of blocks gathered ahead.
+        """
+        cost, samples, heaviest = self._cost, self._samples, self.heaviest_block
+        inside = sum(count * self._of(cost.blocks[kind]) for kind, count in self._share.blocks.items())
+        through = inside + self._of(cost.before)
+        loss, block, entry = through + self._of(cost.after), cost.forward_block.of(samples), cost.entry.of(samples)
+        last = through + entry + cost.block_peak.of(samples)
+        return {
+            "blocks ahead": through - ahead * heaviest + block,  # in forward, before the last ones
+            "last block": through + block,
+            "forward": loss + cost.forward_peak.of(samples),
+            "loss": loss + cost.head_peak.of(samples),
+            "backward": last,
+            "reducing": last - heaviest,  # in the second-last block, after the last one's activations are freed
+            "first block": self._of(cost.before) + heaviest + entry + cost.block_peak.of(samples),
+            "averaging": 0.0,
+        }
 
     @property
     def heaviest_block(self) -> float:

@@ -228,9 +228,7 @@ class OperationCounter(TorchDispatchMode):
         for tensor in tensors:
             self._ignored[tensor.untyped_storage()] = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         before = self.now

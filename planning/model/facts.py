@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from trainwright.core.failures.error_text import named_line
 from trainwright.core.layout import Layout
+from trainwright.core.lightning_internals import _DtypeContextManager
 from trainwright.core.torch_internals import FakeTensorMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.planning.model import fake_run
@@ -185,7 +186,8 @@ class ModelFacts:
             last = LastOutput()
             module = self._sample(active, last, with_values)
             batch = self._resized(samples, with_values)
-            stack.enter_context(fake_run.default_dtype(self.precision))
+            if self.precision == "bf16-true":
+                stack.enter_context(_DtypeContextManager(torch.bfloat16))
             if layout.world_size > 1:
                 _cut_module(module, layout, cut, {**self._plan, "blocks": [self.blocks[i] for i in sorted(active)]})
             chosen = [module.get_submodule(self.blocks[i]) for i in sorted(active)]

@@ -59,17 +59,6 @@ def fake_world(ranks: int) -> Iterator[None]:
         clear_mesh_caches()
 
 
-@contextlib.contextmanager
-def default_dtype(precision: str) -> Iterator[None]:
-    """Set the default dtype of a precision."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def autocast_of(precision: str) -> Any:
     """Return the autocast context of a precision."""
     if precision in ("bf16-mixed", "16-mixed"):

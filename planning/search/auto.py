@@ -15,16 +15,15 @@ from trainwright.planning.memory.peak import Held
 from trainwright.planning.model.fake_run import FactsError
 from trainwright.planning.report.table import as_dict, reasons
 from trainwright.planning.search.limits import Limits
-from trainwright.planning.search.plan import LayoutCandidate, Plan
+from trainwright.planning.search.plan import LayoutCandidate
 from trainwright.planning.search.planned_config import PlannedConfig
 from trainwright.planning.search.search import plan
 from trainwright.planning.search.sizes import divisors_of
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.communication_options import average_by, bucket_mib, prefetch
 from trainwright.planning.time.cost import ModelCut
-from trainwright.strategies.compose.rules import micro_batches_for
+from trainwright.strategies.compose.engine_options import EngineOptions, engine_options_of
 from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of
-from trainwright.strategies.pipeline.schedules import stages_per_rank_of
 
 
 def ranked_layouts(asked: dict[str, Any], limits: Limits) -> dict[str, Any]:
@@ -67,17 +66,18 @@ def largest_micro_batch(asked: dict[str, Any], most: int | None = None) -> dict[
     layout = closed_layout(cfg, Surroundings())
     assert layout is not None
     config = PlannedConfig(cfg)
-    cut = _cut(cfg, layout)
+    options = engine_options_of(options_of(cfg.strategy))
+    cut = _cut(options, layout, cfg.strategy.get("activation_checkpointing", "none"))
     try:
         cost = config.facts.of(cut)
     except FactsError as error:
         raise ConfigError([f"micro_batch_size=auto: the memory of the layout cannot be predicted: {error}"]) from error
     samples = cfg.global_batch_size // layout.data_ranks
-    parts = _parts(cfg, layout)
+    parts = options.micro_batches_for(layout.pipeline) if layout.pipeline > 1 else 1
     above: tuple[int, Held] | None = None
     sizes = [size for size in _sizes(samples, parts) if most is None or size <= most]
     for size in sizes:
-        work = _work(cfg, layout, size // parts, samples // size, parts)
+        work = _work(cfg.strategy, options, layout, size, samples // size, parts)
         held = config.held(work, cost)
         if config.fits(held):
             document = _document(config, config.candidate(_name(cfg), work, cut, cost, held), above)
@@ -111,47 +111,28 @@ def _on_this_machine(asked: dict[str, Any]) -> DictConfig:
 
 
 def _document(config: PlannedConfig, chosen: LayoutCandidate, above: tuple[int, Held] | None) -> dict[str, Any]:
-    cfg = config.cfg
-    found = Plan(
-        name=cfg.name,
-        world_size=config.world_size,
-        profile=config.profile,
-        precision=cfg.precision,
-        global_batch_size=cfg.global_batch_size,
-        ranked=(chosen,),
-        refused=(),
-        parameters=config.parameters,
-    )
     why, following = "all samples of a rank fit at once", None
     if above is not None:
         following = {"micro_batch_size": above[0], "bytes": above[1].total}
         needed = above[1].total / 2**30
         why = f"{above[0]} at a time would need {needed:.2f} GiB of {config.capacity / 2**30:.2f} GiB per rank"
-    document = as_dict(found)
+    document = as_dict(config.result([chosen]))
     more = {"chosen": document["best"], "next": following, "why": f"{why}.", "profile": asdict(config.profile)}
     return document | more
 
 
-def _cut(cfg: DictConfig, layout: Layout) -> ModelCut:
-    strategy = cfg.strategy
-    checkpointing = strategy.get("activation_checkpointing", "none")
+def _cut(options: EngineOptions, layout: Layout, checkpointing: str) -> ModelCut:
     return ModelCut(
         tensor=layout.tensor,
         context=layout.context,
         expert=layout.expert,
-        sequence_parallel=bool(strategy.get("sequence_parallel")),
-        loss_parallel=bool(strategy.get("loss_parallel")),
-        attention=strategy.get("attention") or "ring",
-        balance=bool(strategy.get("balance", True)),
+        sequence_parallel=options.sequence_parallel,
+        loss_parallel=options.loss_parallel,
+        attention=options.attention,
+        balance=options.balance,
         # Savings of selective checkpointing depend on the modules, so none are assumed.
         checkpointing="full" if checkpointing == "full" else "none",
     )
-
-
-def _parts(cfg: DictConfig, layout: Layout) -> int:
-    if layout.pipeline == 1:
-        return 1
-    return micro_batches_for(cfg.strategy.schedule, cfg.strategy.micro_batches, layout.pipeline)
 
 
 def _sizes(samples: int, parts: int) -> list[int]:
@@ -166,20 +147,15 @@ def _sizes(samples: int, parts: int) -> list[int]:
     return [parts * size for size in reversed(divisors_of(samples // parts))]
 
 
-def _work(cfg: DictConfig, layout: Layout, micro_batch: int, rounds: int, parts: int) -> Work:
-    strategy = cfg.strategy
-    schedule = strategy.get("schedule") or "1f1b"
-    stages_per_rank = 1
-    if layout.pipeline > 1:
-        stages_per_rank = stages_per_rank_of(schedule, strategy.stages_per_rank)
+def _work(strategy: DictConfig, options: EngineOptions, layout: Layout, size: int, rounds: int, parts: int) -> Work:
     return Work(
         layout,
         strategy.get("stage") or 0,
-        micro_batch,
+        size // parts,
         rounds,
         parts,
-        schedule,
-        stages_per_rank,
+        options.schedule,
+        options.stages(layout.pipeline) // layout.pipeline,
         strategy.get("offload") or "none",
         bool(strategy.get("no_sync_accumulation")),
         prefetch=strategy.get("prefetch"),

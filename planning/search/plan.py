@@ -115,7 +115,7 @@ class Plan:
     precision: str
     global_batch_size: int | None
     ranked: tuple[LayoutCandidate, ...]
-    refused: tuple[Refusal, ...]
+    refused: tuple[Refusal, ...] = ()
     parameters: int = 0
     seconds: float = 0.0
     considered: int = 0

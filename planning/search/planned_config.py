@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -20,9 +21,9 @@ from trainwright.core.layout import Layout
 from trainwright.core.problems import ConfigError
 from trainwright.planning.memory.peak import Held, held_by, moments
 from trainwright.planning.memory.share import StageShare, share_of
-from trainwright.planning.memory.state import StateTable, state_of
+from trainwright.planning.memory.state import StateTable
 from trainwright.planning.model.facts import ModelFacts
-from trainwright.planning.search.plan import USABLE, LayoutCandidate
+from trainwright.planning.search.plan import USABLE, LayoutCandidate, Plan
 from trainwright.planning.search.work import Work
 from trainwright.planning.time.cost import ModelCut, PassCost
 from trainwright.planning.time.step import PredictedStepTime, step_time
@@ -135,7 +136,7 @@ class PlannedConfig:
             held: peak memory of the largest rank.
         """
         shares = self.shares(work)
-        _, heaviest, _ = state_of(self.table, work, shares[0])
+        _, heaviest, _ = self.table.of_share(shares[0], work.division)
         return LayoutCandidate(
             strategy,
             work,
@@ -146,6 +147,19 @@ class PlannedConfig:
             at_step=self._held_at_step(work, cost),
             blocks=sum(shares[0].blocks.values()),
             block=heaviest,
+        )
+
+    def result(self, ranked: Iterable[LayoutCandidate], **more: Any) -> Plan:
+        """Return the plan with these layouts, fastest first."""
+        return Plan(
+            name=self.cfg.name,
+            world_size=self.world_size,
+            profile=self.profile,
+            precision=self.cfg.precision,
+            global_batch_size=self.cfg.global_batch_size,
+            ranked=tuple(ranked),
+            parameters=self.parameters,
+            **more,
         )
 
     def _held_at_step(self, work: Work, cost: PassCost) -> Held:

@@ -27,7 +27,7 @@ from trainwright.planning.search.plan import LayoutCandidate, Plan, Refusals, de
 from trainwright.planning.search.planned_config import PlannedConfig
 from trainwright.planning.search.sizes import micro_batches_of, shards_of, strategies_for
 from trainwright.planning.search.work import Work
-from trainwright.planning.time.cost import ModelCut, PassCost
+from trainwright.planning.time.cost import ModelCut
 from trainwright.strategies.compose.check_strategy import too_few_samples
 from trainwright.strategies.compose.rules import cuts_module
 from trainwright.strategies.data.zero_options import OFFLOADS
@@ -66,18 +66,21 @@ class ExecutionSearch:
         """
         least: Held | None = None
         for offload in self._limits.allowed("offload", OFFLOADS):
-            if offload != "none" and (stage == 0 or (offload == "parameters" and not _may_offload(stage, layout))):
+            splits = stage == 3 and layout.state_ranks > 1
+            if offload != "none" and (stage == 0 or (offload == "parameters" and not splits)):
                 continue
             fitting = []
             ways = ("none", "full") if self._config.facts.blocks else ("none",)
             for checkpointing in self._limits.allowed("activation_checkpointing", ways):
                 way = replace(cut, checkpointing=checkpointing)
-                cost = self._cost(way)
-                if cost is None:
+                try:
+                    cost = self._config.facts.approximate(way)
+                except FactsError:
                     continue
                 for works in self._works(stage, layout, samples, offload):
                     for work in works:
-                        held = self._held(work, cost)
+                        self.considered += 1
+                        held = self._config.held(work, cost)
                         if least is None or held.total < least.total:
                             least = held
                         if self._config.fits(held):
@@ -90,16 +93,6 @@ class ExecutionSearch:
             overrides = overrides_of_layout(strategy, layout, stage)
             self._refusals.add(describe(strategy, layout, stage), "memory", reason, overrides, least.total)
         return None
-
-    def _cost(self, cut: ModelCut) -> PassCost | None:
-        try:
-            return self._config.facts.approximate(cut)
-        except FactsError:
-            return None
-
-    def _held(self, work: Work, cost: PassCost) -> Held:
-        self.considered += 1
-        return self._config.held(work, cost)
 
     def _works(self, stage: int, layout: Layout, samples: int | None, offload: str) -> Iterator[Iterator[Work]]:
         """Yield groups of executions of a layout, each in order of speed."""
@@ -151,10 +144,6 @@ class ExecutionSearch:
         self._refusals.add(describe_data(layout), "batch", reason, overrides)
 
 
-def _may_offload(stage: int, layout: Layout) -> bool:
-    return stage == 3 and layout.state_ranks > 1
-
-
 _GIB = 2**30
 # Assumed tokens at the busiest rank, relative to even routing.
 _UNEVEN = 1.25
@@ -195,16 +184,9 @@ class _Search:
                 best[key] = candidate
         ranked = sorted(best.values(), key=lambda each: -each.samples_per_second)
         ranked = [replace(each, overrides=overrides_of(self._config, each)) for each in ranked]
-        cfg = self._config.cfg
-        return Plan(
-            name=cfg.name,
-            world_size=self._config.world_size,
-            profile=self._config.profile,
-            precision=cfg.precision,
-            global_batch_size=cfg.global_batch_size,
-            ranked=tuple(ranked),
+        return self._config.result(
+            ranked,
             refused=self._refusals.excluding({each.title for each in ranked}),
-            parameters=self._config.parameters,
             notes=tuple(self._notes(ranked[0])) if ranked else (),
             considered=self._executions.considered,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainwright.core.layout import Layout
-from trainwright.strategies.compose.rules import cuts_module
+from trainwright.planning.memory.weights import Division
 
 BUCKET_BYTES = 25 * 2**20
 """Of the buckets in which gradients are averaged: default of torch's DistributedDataParallel, and of ZeRO
@@ -45,7 +45,6 @@ class Work:
         return self.layout.pipeline > 1
 
     @property
-    def splits_parameters(self) -> bool:
-        """True if FSDP2 shards parameters; not for those that a rank trains alone in a layout that cuts the module."""
-        trains_alone = cuts_module(self.layout) and self.layout.replicate * self.layout.state_ranks == 1
-        return self.stage == 3 and not trains_alone
+    def division(self) -> Division:
+        """Division of parameters among ranks."""
+        return Division.of(self.layout, self.stage)

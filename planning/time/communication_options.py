@@ -110,7 +110,7 @@ def prefetch(plan: Plan, candidate: LayoutCandidate) -> int | None:
         None: one, the default, or nothing is gathered block by block.
     """
     work, block, count = candidate.work, candidate.block, candidate.blocks
-    if not work.splits_parameters or work.has_pipeline or work.layout.state_ranks == 1 or not block.whole:
+    if not work.division.splits_parameters or work.has_pipeline or work.layout.state_ranks == 1 or not block.whole:
         return None
     link = link_of(plan.profile, work.layout, "state")
     compute = candidate.time.compute / work.rounds / count

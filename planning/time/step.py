@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from trainwright.core.device_profiles import DeviceProfile
 from trainwright.core.layout import Layout
 from trainwright.planning.memory.share import StageShare, share_of
-from trainwright.planning.memory.state import StateTable, UnitState, state_of
+from trainwright.planning.memory.state import StateTable, UnitState
 from trainwright.planning.search.work import BUCKET_BYTES, Work
 from trainwright.planning.time.cost import ModelPart, PassCost
 from trainwright.strategies.contract.communication.advice import MeasuredLink, overlapped
@@ -175,7 +175,7 @@ def step_time(
     """
     passes = max((_Passes(cost, work, share, profile, precision) for share in shares), key=lambda each: each.seconds)
     share = passes.share
-    blocks, heaviest, outside = state_of(table, work, share)
+    blocks, heaviest, outside = table.of_share(share, work.division)
     micro_batches = work.rounds * work.parts
     reading = _reading(blocks.plus(outside), profile)
     compute = micro_batches * max(passes.seconds, reading)
@@ -227,20 +227,20 @@ class _Passes:
 
     def __init__(self, cost: PassCost, work: Work, share: StageShare, profile: DeviceProfile, precision: str) -> None:
         self.share = share
-        flops = profile.flops_at(precision)
-        parts = _parts_of(cost, share)
-        samples = work.micro_batch
-        width = profile.memory_bandwidth
-        self.forward = samples * sum(count * part.flops for part, count in parts) / flops
-        self.forward += sum(count * part.moved.of(samples) for part, count in parts) / width
-        self.backward = samples * sum(count * part.backward for part, count in parts) / flops
-        self.backward += sum(count * part.backward_moved.of(samples) for part, count in parts) / width
+        parts, samples, per_call = _parts_of(cost, share), work.micro_batch, profile.operation_seconds
+
+        def pass_of(flops: str, moved: str, calls: str, gathering: float) -> float:
+            seconds: float = samples * sum(n * getattr(part, flops) for part, n in parts) / profile.flops_at(precision)
+            seconds += sum(n * getattr(part, moved).of(samples) for part, n in parts) / profile.memory_bandwidth
+            launches: float = sum(n * getattr(part, calls) for part, n in parts) * per_call + gathering
+            # Launches are added on a CPU, overlapped on a GPU.
+            return seconds + launches if profile.is_cpu else max(seconds, launches)
+
         # Parameters are gathered for forward and for backward, and gradients reduced, block by block.
-        gathering = (sum(share.blocks.values()) + 1) * profile.gather_seconds if work.splits_parameters else 0.0
-        calls = sum(count * part.calls for part, count in parts) * profile.operation_seconds
-        again = sum(count * part.backward_calls for part, count in parts) * profile.operation_seconds
-        self.forward = _with_launches(self.forward, calls + gathering, profile)
-        self.backward = _with_launches(self.backward, again + 2 * gathering, profile)
+        gathered = sum(share.blocks.values()) + 1 if work.division.splits_parameters else 0
+        gathering = gathered * profile.gather_seconds
+        self.forward = pass_of("flops", "moved", "calls", gathering)
+        self.backward = pass_of("backward", "backward_moved", "backward_calls", 2 * gathering)
 
     @property
     def seconds(self) -> float:
@@ -253,11 +253,6 @@ def _parts_of(cost: PassCost, share: StageShare) -> list[tuple[ModelPart, int]]:
     parts += [(cost.before, 1)] if share.has_first else []
     parts += [(cost.after, 1)] if share.has_last else []
     return parts
-
-
-def _with_launches(work: float, launches: float, profile: DeviceProfile) -> float:
-    """Return the seconds of kernels with their launches: added on a CPU, overlapped on a GPU."""
-    return work + launches if profile.is_cpu else max(work, launches)
 
 
 def _reading(state: UnitState, profile: DeviceProfile) -> float:
@@ -306,7 +301,7 @@ def _of_state(
     """Yield the communication of gradients and gathered parameters along the shard and replicate axes."""
     layout, state = work.layout, blocks.plus(outside)
     pieces = max(round(blocks.whole / heaviest.whole), 1) + 1 if heaviest.whole else 1
-    if work.stage in (0, 1, 2) or not work.splits_parameters:
+    if not work.division.splits_parameters:
         pieces = max(math.ceil(state.whole_gradients / BUCKET_BYTES), 1)
     shards, copies = link_of(profile, layout, "state"), link_of(profile, layout, "replicate")
     backward, forward = passes.backward, passes.forward
@@ -321,7 +316,7 @@ def _of_state(
         return
     reductions = 1 if work.stage == 1 or work.no_sync else work.rounds
     yield wait("shard", shards, "reduce_scatter", state.whole_gradients, reductions, backward)
-    if work.splits_parameters:
+    if work.division.splits_parameters:
         # Blocks are gathered for forward and for backward; parts outside of them once.
         yield wait("shard", shards, "all_gather", blocks.whole + outside.whole, work.rounds, forward)
         if not work.has_pipeline:

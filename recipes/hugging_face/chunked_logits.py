@@ -8,8 +8,8 @@ a chunk at a time and recomputes its logits in backward. The head computes each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 _Compute = Callable[[Tensor], Tensor]
 
 
-@contextmanager
-def logits_in_chunks(model: nn.Module, chunk: int) -> Iterator[None]:
+def logits_in_chunks(model: nn.Module, chunk: int) -> AbstractContextManager[Any]:
     """Make the model's head return :class:`ChunkedLogits`.
 
     Args:
@@ -35,14 +34,12 @@ def logits_in_chunks(model: nn.Module, chunk: int) -> Iterator[None]:
         ValueError: if the model has no head.
     """
     if not chunk:
-        yield
-        return
+        return nullcontext()
     head = model.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         raise ValueError(f"module.loss_chunk={chunk}: {type(model).__name__} has no head. Type module.loss_chunk=0")
     compute = head.forward
-    with patch.object(head, "forward", lambda hidden: linear(hidden, compute, chunk)):
-        yield
+    return patch.object(head, "forward", lambda hidden: linear(hidden, compute, chunk))
 
 
 def linear(hidden: Tensor, compute: _Compute, chunk: int) -> Tensor:
@@ -105,9 +102,7 @@ class ChunkedLogits(Tensor):
         return f"ChunkedLogits(shape={tuple(self.shape)}, chunk={self.per_chunk})"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defer what can be deferred, compute chunks for a loss, and whole logits for anything else."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -123,9 +118,7 @@ class ChunkedLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse operations that bypass :meth:`__torch_function__`."""
         raise RuntimeError(f"{func} cannot take logits in chunks. Type module.loss_chunk=0")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from trainwright.strategies.averaging.compression.names import make_compressor
 from trainwright.strategies.averaging.compression.options import CompressionChoice, choose_compression, compressor_names
 from trainwright.strategies.averaging.means import Mean, OverlappedMean, ReplicaMeans
 from trainwright.strategies.averaging.options import AveragedOptions
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.communication.advice import (
     Advice,
@@ -64,10 +65,9 @@ class Averaging:
         """Names of process groups that average replicas and are not mesh axes, by ranks."""
         return {}
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Skip averaging inside: more micro-batches of the optimizer step follow."""
-        yield
+        return nullcontext()
 
     def average(self) -> None:
         """Average gradients after backward, except inside :meth:`accumulating`. A collective."""
@@ -263,14 +263,9 @@ class ReplicaAveraging(Averaging):
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """See :meth:`Averaging.accumulating`."""
-        self._is_between = True
-        try:
-            yield
-        finally:
-            self._is_between = False
+        return with_attributes(self, _is_between=True)
 
     def average(self) -> None:
         """See :meth:`Averaging.average`."""

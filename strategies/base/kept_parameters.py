@@ -48,9 +48,7 @@ class KeptParameter(nn.Parameter):
         return self.now().__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func`` with present parameters."""
         args, kwargs = present((args, kwargs or {}))
         return func(*args, **kwargs)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -21,9 +21,6 @@ from trainwright.checkpoint.read.run_state import RunState, materialised
 from trainwright.core.lightning_internals import _MultiProcessingLauncher, _WorkerOutput
 from trainwright.core.text.messages import token_environment
 from trainwright.strategies.plan.deferred import is_deferred
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class ForkLauncher(_MultiProcessingLauncher):
@@ -49,8 +46,8 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Fork the ranks, call ``function`` in each, and return rank 0's result."""
-        with TemporaryDirectory(prefix="trainwright-") as self._folder, _restored_environment():
-            os.environ.update(token_environment())
+        # A port, which a launch adds to the environment, belongs to this launch.
+        with TemporaryDirectory(prefix="trainwright-") as self._folder, patch.dict(os.environ, token_environment()):
             return super().launch(partial(_single_threaded, function), *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
@@ -99,14 +96,3 @@ def _single_threaded(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     # OpenMP threads do not survive a fork: a parallel region in the child would hang.
     torch.set_num_threads(1)
     return function(*args, **kwargs)
-
-
-@contextmanager
-def _restored_environment() -> Iterator[None]:
-    """Restore the environment afterwards, since a port belongs to one launch."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -25,17 +25,16 @@ from trainwright.checkpoint.store.storage import Folder, remove
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse
 from trainwright.core.layout import Layout
+from trainwright.core.processes.rendezvous import rendezvous
 from trainwright.core.run.peers import Peers, Service
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.averaging.replica_averaging import Averaging
-from trainwright.strategies.base.blocks import Blocks, fill
 from trainwright.strategies.base.certificate.certificate import Certificate
 from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.data_peers import DataPeers
 from trainwright.strategies.base.deprecated_names import read_deprecated_name, refuse_deprecated_names
 from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.base.notebook import fork_in_notebook
-from trainwright.strategies.base.rendezvous import rendezvous
 from trainwright.strategies.base.whole.view import end_view
 from trainwright.strategies.contract import same_model
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
@@ -44,8 +43,8 @@ from trainwright.strategies.contract.gradients import squares_by_block
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.part import Part, Replicas
 from trainwright.strategies.contract.precision import FullPrecision, adapt_precision
-from trainwright.strategies.plan.blocks import count_parameters
-from trainwright.strategies.plan.deferred import Piece, deferred_pieces, is_deferred
+from trainwright.strategies.plan.blocks import Blocks, count_parameters
+from trainwright.strategies.plan.deferred import Piece, deferred_pieces, fill, is_deferred
 from trainwright.strategies.state.assemble import Assembly, StateOwners
 from trainwright.strategies.state.checkpointing import RunStates
 from trainwright.strategies.state.loading import patch_lightning

@@ -25,9 +25,7 @@ from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.compose.parts.cut_optimizers import CutOptimizers
-from trainwright.strategies.compose.parts.cut_splitter import CutSplitter
-from trainwright.strategies.compose.parts.cutting import cut
-from trainwright.strategies.compose.parts.layout_measures import CertifiedParts, LayoutMeasures
+from trainwright.strategies.compose.parts.cutting import CertifiedParts, CutSplitter, LayoutMeasures, cut
 from trainwright.strategies.compose.parts.mixed_placement import ServedByRanks
 from trainwright.strategies.compose.parts.pipeline_steps import PipelineSteps
 from trainwright.strategies.compose.rules import cuts_module, manual_optimization_problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -86,9 +86,7 @@ class Positions(TorchFunctionMode):
                 "Compute them before the blocks and pass them in, or use context=1."
             )
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace positions counted from 0 by those of this rank."""
         kwargs = kwargs or {}
         end = _end_of(args, kwargs) if func is torch.arange and "out" not in kwargs else None

@@ -23,6 +23,7 @@ from torch import Tensor
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.context.collectives import gather_all, make_whole, sum_alike
 from trainwright.strategies.context.order import SequenceOrder
+from trainwright.strategies.contract.cuts import StandIn
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class SequenceRows:
             yield start, stop, start - begin, end - stop
 
 
-class SequenceSlice(Tensor):
+class SequenceSlice(StandIn):
     """Tensor ``(B, T, ...)`` or ``(B x T, ...)`` of which this rank holds some positions.
 
     Shape, dtype and device are those of the whole. Row-wise functions (linear, norms, activations, casts, arithmetic
@@ -113,16 +114,18 @@ class SequenceSlice(Tensor):
         rows: their place in the whole.
     """
 
+    refusal = (
+        "{} was given an output whose sequence is split over the context axis, through a function that torch does not "
+        "let it handle (a custom autograd function or kernel). Type strategy.context=1 (in the engine: "
+        "split_outputs=False)."
+    )
     local: Tensor
     rows: SequenceRows
 
     @staticmethod
     def __new__(cls, local: Tensor, rows: SequenceRows) -> SequenceSlice:
         """Create the tensor whose part is ``local``."""
-        shape = rows.leading(local) + tuple(local.shape[1 + rows.dim :])
-        made = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        made = cls.like(local, rows.leading(local) + tuple(local.shape[1 + rows.dim :]), local.requires_grad)
         made.local, made.rows = local, rows
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
@@ -130,16 +133,10 @@ class SequenceSlice(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Run supported functions on this rank's rows; gather for others."""
-        kwargs = kwargs or {}
         func = _observed_loss(func)
         name = _name(func)
-        if name in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         _check_graph((*args, *kwargs.values()))
         handler = _HANDLERS.get(name)
         result = NotImplemented if handler is None or not args else handler(func, args, kwargs)
@@ -152,13 +149,6 @@ class SequenceSlice(Tensor):
             )
         args, kwargs = pytree.tree_map_only(SequenceSlice, SequenceSlice.whole, (args, kwargs))
         return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse calls that bypass :meth:`__torch_function__`."""
-        raise RuntimeError(f"{func} {_BYPASSED}")
 
     def whole(self) -> Tensor:
         """Gather the whole tensor. A differentiable collective of the context group."""
@@ -174,14 +164,8 @@ class SequenceSlice(Tensor):
         return f"SequenceSlice(shape={tuple(self.shape)}, held={tuple(self.local.shape)})"
 
 
-_BYPASSED = (
-    "was given an output whose sequence is split over the context axis, through a function that torch does not let it "
-    "handle (a custom autograd function or kernel). Type strategy.context=1 (in the engine: split_outputs=False)."
-)
-
-
 def _refuse_gradient(_: Tensor) -> Tensor:
-    raise RuntimeError(f"A function {_BYPASSED}")
+    raise SequenceSlice.refused("A function")
 
 
 _WRITES = {name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")} - {"requires_grad_"}
@@ -200,7 +184,7 @@ def _check_graph(values: tuple[Any, ...]) -> None:
     """Refuse outputs of custom autograd functions, whose gradients would not reach the part."""
     with torch._C.DisableTorchFunctionSubclass():
         if any(isinstance(value, SequenceSlice) and not value.is_leaf for value in values):
-            raise RuntimeError(f"A function {_BYPASSED}")
+            raise SequenceSlice.refused("A function")
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -384,13 +368,6 @@ def _row_loss(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         total = total / (target != given.get("ignore_index", -100)).sum()
     return total.to(losses.dtype)
 
-
-_METADATA = frozenset(
-    [f"__get__:{name}" for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "layout")]
-    + [f"__get__:{name}" for name in ("is_meta", "is_sparse", "is_quantized", "names", "is_nested", "is_mps", "is_xpu")]
-    + ["size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__", "ndimension"]
-    + ["__hash__", "is_inference", "get_device", "__repr__", "is_contiguous"]
-)
 
 _Handler = Callable[[Callable[..., Any], _Args, _Kwargs], Any]
 _HANDLERS: dict[str, _Handler] = {

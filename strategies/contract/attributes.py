@@ -16,6 +16,6 @@ def with_attributes(target: Any, **values: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in values:
+        for name in values.keys() - before.keys():
             held.pop(name, None)
         held.update(before)

@@ -1,10 +1,10 @@
-"""How a parameter is split along a model-parallel axis, and how to gather it again."""
+"""How a tensor is split along a model-parallel axis, how to gather it again, and what stands for it meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,56 @@ METADATA = {
     *_getters("is_quantized", "is_mkldnn", "is_xla", "is_mps", "is_cpu", "is_nested", "grad_fn", "output_nr"),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device, Tensor.__len__),
-    Tensor.__hash__,
+    *(Tensor.__hash__, torch.numel, torch.is_floating_point, torch.is_complex),
 }
+# Those of activations whose graph is that of a part.
+METADATA_OF_PARTS = METADATA - _getters("is_leaf", "grad_fn", "output_nr")
+METADATA_OF_PARTS |= {*_getters("requires_grad", "is_xpu"), Tensor.is_inference, torch.is_inference}
+
+
+class StandIn(Tensor):
+    """Base of tensors without memory, which stand for a whole of which this rank holds a part.
+
+    Metadata is that of the whole; :meth:`run` runs the other functions of torch.
+
+    Attributes:
+        metadata: functions that need no values.
+        refusal: error about a function that cannot run, whose name replaces ``{}``.
+    """
+
+    metadata: ClassVar[Set[Any]] = METADATA_OF_PARTS
+    refusal: ClassVar[str]
+
+    @classmethod
+    def like(cls, part: Tensor, shape: Sequence[int], requires_grad: bool) -> Self:
+        """Return one of a shape, with the dtype and device of ``part``."""
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=part.dtype, device=part.device, requires_grad=requires_grad
+        )
+        return made
+
+    @classmethod
+    def refused(cls, what: str) -> RuntimeError:
+        """Return the error about a function that cannot run."""
+        return RuntimeError(cls.refusal.format(what))
+
+    @classmethod
+    def run(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function that needs values."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for the whole, or :meth:`run` the function."""
+        if func in cls.metadata:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.run(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse calls that bypass :meth:`__torch_function__`."""
+        raise cls.refused(str(func))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from trainwright.core.torch_internals import _NormBase, peek_interpreter_stack
 from trainwright.strategies.contract.attributes import with_attributes
+from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.plan.names import joined, matched, parent_of, within
 
+_PREPARED = "_trainwright_prepared"
 COMPILE_BLOCKS = "Take torch.compile out of the module and type strategy.compile=true, which compiles each block"
 # The first calls may run uncompiled: of a certificate, of a step that a layout watches.
 _ENOUGH_CALLS = 32
@@ -254,3 +256,31 @@ def _warn_without_graphs(module: nn.Module) -> None:
             "uncompiled. Context parallelism with activation_checkpointing=full is such a case. "
             "TORCH_LOGS=graph_breaks shows the reason; type strategy.compile=false, or activation_checkpointing=none."
         )
+
+
+class Blocks:
+    """Blocks of a module.
+
+    Args:
+        options: with patterns, activation checkpointing and compilation.
+
+    Attributes:
+        names: of the blocks, in order, after :meth:`prepare`.
+    """
+
+    def __init__(self, options: StrategyOptions) -> None:
+        self._options = options
+        self.names: tuple[str, ...] = ()
+
+    def find(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the blocks of ``module`` by name, in order."""
+        return find_blocks(module, self._options.blocks)
+
+    def prepare(self, module: nn.Module, blocks: dict[str, nn.Module]) -> None:
+        """Set up activation checkpointing, then compilation, so that the compiler sees the recomputation."""
+        self.names, options = tuple(blocks), self._options
+        if getattr(module, _PREPARED, False):
+            return  # a later run with the same module
+        checkpoint_activations(module, options.activation_checkpointing, blocks.values(), options.checkpoint_modules)
+        compile_blocks(module, blocks.values(), options.compile)
+        object.__setattr__(module, _PREPARED, True)

@@ -183,7 +183,8 @@ class ShardBucket:
         buffer = torch.zeros(self.count, self.numel, dtype=self.dtype, device=self.shards[0].parameter.device)
         for (shard, part), tensor in zip(self._parts(buffer), tensors, strict=True):
             if tensor is not None and shard.is_split:
-                _scatter_rows(part, tensor)
+                for piece, row in _pairs(tensor.reshape(-1), part):
+                    row.copy_(piece)
             elif tensor is not None:
                 # One element per rank: summed after the exchange, so that all ranks get identical bits.
                 part[:, shard.mesh.get_local_rank(shard.mesh.ndim - 1)] = tensor
@@ -214,27 +215,18 @@ class ShardBucket:
         """Write a buffer ``(count, numel)`` of all ranks' rows into the parameters."""
         for shard, part in self._parts(buffer):
             if shard.is_split:
-                _gather_rows(shard.parameter, part)
+                for piece, row in _pairs(shard.parameter.detach().view(-1), part):
+                    piece.copy_(row)
             else:
                 shard.parameter.copy_(part[0, 0])
 
 
-def _scatter_rows(target: Tensor, tensor: Tensor) -> None:
-    """Copy ``tensor`` into ``target`` ``(count, chunk)`` by chunks."""
-    flat = tensor.reshape(-1)
-    full, rest = divmod(flat.numel(), target.shape[1])
-    target[:full].copy_(flat[: full * target.shape[1]].view(full, -1))
+def _pairs(flat: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield corresponding views of a flat tensor and of its chunks ``(count, chunk)``, of which the last is padded."""
+    full, rest = divmod(flat.numel(), rows.shape[1])
+    yield flat[: full * rows.shape[1]].view(full, -1), rows[:full]
     if rest:
-        target[full, :rest].copy_(flat[full * target.shape[1] :])
-
-
-def _gather_rows(parameter: Tensor, source: Tensor) -> None:
-    """Copy ``source`` ``(count, chunk)`` into ``parameter``; inverse of :func:`_scatter_rows`."""
-    flat = parameter.detach().view(-1)
-    full, rest = divmod(flat.numel(), source.shape[1])
-    flat[: full * source.shape[1]].view(full, -1).copy_(source[:full])
-    if rest:
-        flat[full * source.shape[1] :].copy_(source[full, :rest])
+        yield flat[full * rows.shape[1] :], rows[full, :rest]
 
 
 def make_buckets(

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from trainwright.strategies.contract.collectives.differentiable import copy_to, gather_same
+from trainwright.strategies.contract.cuts import StandIn
 
-_Call = Callable[..., Any]
 
-
-class ShardedLogits(Tensor):
+class ShardedLogits(StandIn):
     """Logits ``(..., classes)`` of which this rank holds ``(..., classes / ranks)``.
 
     Shape, dtype and device are those of the whole. Supported:
@@ -33,6 +32,11 @@ class ShardedLogits(Tensor):
     Anything else raises a ``RuntimeError``.
     """
 
+    refusal = (
+        "With loss_parallel=true the logits are split over the tensor ranks, and {} of them is not possible; "
+        "allowed are F.cross_entropy with class indices, argmax(-1), casts and reshapes that keep the classes last, "
+        "and indexing of the other dimensions. Set loss_parallel=false to get whole logits."
+    )
     _part: Tensor
     _group: dist.ProcessGroup
     _class_dim: int
@@ -42,9 +46,7 @@ class ShardedLogits(Tensor):
         """Return logits for this rank's ``part``, whose dimension ``class_dim`` is split over ``group``."""
         shape = list(part.shape)
         shape[class_dim] *= group.size()
-        made = Tensor._make_wrapper_subclass(
-            ShardedLogits, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
-        )
+        made = ShardedLogits.like(part, shape, part.requires_grad)
         made._part, made._group, made._class_dim = part, group, class_dim % part.dim()
         return made
 
@@ -59,76 +61,43 @@ class ShardedLogits(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse everything that :meth:`__torch_function__` does not handle."""
-        raise _refusal(str(func))
-
-    @classmethod
-    def __torch_function__(cls, func: _Call, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a supported function on this rank's part."""
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
-            return _attribute(func, args[0])
-        if name in _ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            if name in ("grad_fn", "is_leaf"):
+                return getattr(args[0]._part, name)
         handler = _HANDLERS.get(name)
         if handler is None or not args or not isinstance(args[0], ShardedLogits):
-            raise _refusal(name)
+            raise cls.refused(name)
         return handler(func, *args, **kwargs)
 
 
-# Metadata of the whole.
-_ABOUT = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "stride", "__len__"}
-_ABOUT |= {"get_device", "element_size", "is_contiguous", "__hash__"}
-_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "itemsize", "is_leaf"}
-_ATTRIBUTES |= {"is_sparse", "is_quantized", "is_meta", "is_nested", "is_mps", "is_cpu", "is_mkldnn", "names"}
-
-
-def _refusal(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"With loss_parallel=true the logits are split over the tensor ranks, and {what} of them is not possible; "
-        "allowed are F.cross_entropy with class indices, argmax(-1), casts and reshapes that keep the classes last, "
-        "and indexing of the other dimensions. Set loss_parallel=false to get whole logits."
-    )
-
-
-def _attribute(func: _Call, logits: ShardedLogits) -> Any:
-    name = getattr(func, "__self__", None)
-    label = getattr(name, "__name__", "")
-    if label == "grad_fn":
-        return logits._part.grad_fn
-    if label in ("mT", "T", "mH", "H") or (label and label not in _ATTRIBUTES):
-        raise _refusal(label)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(logits)
-
-
-def _same(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
+def _same(func: Any, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
     """Apply a function that changes neither shape nor order."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dim() > 0]
     if tensors:
-        raise _refusal(f"{getattr(func, '__name__', func)} with a tensor of shape {tuple(tensors[0].shape)}")
+        raise ShardedLogits.refused(
+            f"{getattr(func, '__name__', func)} with a tensor of shape {tuple(tensors[0].shape)}"
+        )
     # The gradient of a trained scalar (a temperature) is summed over the ranks' classes.
     args = tuple(copy_to(a, logits._group) if isinstance(a, Tensor) and a.requires_grad else a for a in args)
     return ShardedLogits.wrap(func(logits._part, *args, **kwargs), logits._group, logits._class_dim)
 
 
-def _reshape(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
+def _reshape(func: Any, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
     """Apply a reshape, tried on the meta device first, that must keep the classes last."""
     if func in (Tensor.view,) and args and isinstance(args[0], torch.dtype):
-        raise _refusal("a view as another dtype")
+        raise ShardedLogits.refused("a view as another dtype")
     whole = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not logits.is_last or whole[-1:] != logits.shape[-1:]:
-        raise _refusal(f"a reshape from {tuple(logits.shape)} to {tuple(whole)}")
+        raise ShardedLogits.refused(f"a reshape from {tuple(logits.shape)} to {tuple(whole)}")
     shape = (*whole[:-1], logits._part.shape[-1])
     return ShardedLogits.wrap(logits._part.reshape(shape), logits._group)
 
 
-def _move(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
+def _move(func: Any, logits: ShardedLogits, *args: Any, **kwargs: Any) -> ShardedLogits:
     """Permute dimensions; a meta tensor of distinct lengths locates the classes."""
     lengths = tuple(range(2, 2 + logits.dim()))
     moved = func(torch.empty(lengths, device="meta"), *args, **kwargs).shape
@@ -137,7 +106,7 @@ def _move(func: _Call, logits: ShardedLogits, *args: Any, **kwargs: Any) -> Shar
     )
 
 
-def _index(func: _Call, logits: ShardedLogits, index: Any) -> ShardedLogits:
+def _index(func: Any, logits: ShardedLogits, index: Any) -> ShardedLogits:
     """Index dimensions other than the classes, which must be last."""
     entries = index if isinstance(index, tuple) else (index,)
     has_ellipsis = any(entry is Ellipsis for entry in entries)
@@ -148,14 +117,14 @@ def _index(func: _Call, logits: ShardedLogits, index: Any) -> ShardedLogits:
     )
     untouched = entries[-1] == slice(None) if isinstance(entries[-1], slice) else entries[-1] is Ellipsis
     if not logits.is_last or not (untouched or (used < logits.dim() and not has_ellipsis)):
-        raise _refusal("an index into the classes")
+        raise ShardedLogits.refused("an index into the classes")
     return ShardedLogits.wrap(func(logits._part, index), logits._group)
 
 
-def _argmax(func: _Call, logits: ShardedLogits, dim: int | None = None, keepdim: bool = False) -> Tensor:
+def _argmax(func: Any, logits: ShardedLogits, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Return the index of the largest logit; gathers two numbers per sample and rank."""
     if dim is None or dim % logits.dim() != logits._class_dim:
-        raise _refusal(f"argmax(dim={dim})")
+        raise ShardedLogits.refused(f"argmax(dim={dim})")
     group, part = logits._group, logits._part.detach()
     values, indices = part.max(logits._class_dim, keepdim=True)
     indices = indices + group.rank() * part.shape[logits._class_dim]
@@ -166,7 +135,7 @@ def _argmax(func: _Call, logits: ShardedLogits, dim: int | None = None, keepdim:
 
 
 def _cross_entropy(
-    func: _Call,
+    func: Any,
     logits: ShardedLogits,
     target: Tensor,
     weight: Tensor | None = None,
@@ -179,37 +148,25 @@ def _cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     if target.is_floating_point():
-        raise _refusal("cross_entropy with probabilities as targets")
+        raise ShardedLogits.refused("cross_entropy with probabilities as targets")
     if weight is not None and label_smoothing:
-        raise _refusal("cross_entropy with both class weights and label_smoothing")
+        raise ShardedLogits.refused("cross_entropy with both class weights and label_smoothing")
     class_dim = 0 if logits.dim() == 1 else 1
     if logits._class_dim != class_dim:
-        raise _refusal(f"cross_entropy over dim {class_dim} (the classes are dim {logits._class_dim})")
-    part = logits._part.movedim(class_dim, -1)
+        raise ShardedLogits.refused(f"cross_entropy over dim {class_dim} (the classes are dim {logits._class_dim})")
+    part, group = logits._part.movedim(class_dim, -1), logits._group
     if target.shape != part.shape[:-1]:
         raise ValueError(
             f"cross_entropy was given logits of shape {tuple(logits.shape)} and targets of shape "
             f"{tuple(target.shape)}; the targets' shape must be {tuple(part.shape[:-1])}."
         )
-    return _reduced(part, target, logits._group, weight, ignore_index, reduction, label_smoothing)
-
-
-def _reduced(
-    part: Tensor,
-    target: Tensor,
-    group: dist.ProcessGroup,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    smoothing: float,
-) -> Tensor:
     if torch.is_autocast_enabled(part.device.type):
         part = part.float()  # as autocast does for the loss of whole logits
     ignored = target == ignore_index
     classes = part.shape[-1] * group.size()
     torch._assert_async(((target >= 0) & (target < classes) | ignored).all(), "cross_entropy: a target is no class")
     safe = target.masked_fill(ignored, 0)
-    losses = cast(Tensor, _SampleLoss.apply(part, safe, group, smoothing))
+    losses = cast(Tensor, _SampleLoss.apply(part, safe, group, label_smoothing))
     scale = (~ignored).to(losses.dtype) if weight is None else weight.to(losses.dtype)[safe] * ~ignored
     losses = losses * scale
     if reduction == "none":

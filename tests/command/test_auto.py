@@ -23,6 +23,9 @@ from trainwright.core.run.launcher import Launcher
 from trainwright.launch.ranks.forkserver import call_in_subprocess
 from trainwright.launch.recovery.sizes import feasible
 from trainwright.planning.search.auto import _cut
+from trainwright.strategies.compose.engine_options import engine_options_of
+from trainwright.strategies.compose.hybrid_options import HybridOptions
+from trainwright.strategies.compose.world import options_of
 
 TINY = [
     "module.config.layers=4", "module.config.dim=16", "module.config.heads=2", "module.config.seq_len=16",
@@ -246,8 +249,8 @@ def test_simplest_of_equally_fast_layouts() -> None:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_prediction_uses_the_balance_of_the_context_axis(given: bool) -> None:
-    cfg = OmegaConf.create({"strategy": {"balance": given}})
-    assert _cut(cfg, Layout(context=2)).balance is given
+    options = options_of({"_target_": HybridOptions._target_, "context": 2, "balance": given})
+    assert _cut(engine_options_of(options), Layout(context=2), "none").balance is given
 
 
 def _refuse() -> None:

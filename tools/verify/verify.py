@@ -56,7 +56,8 @@ def verify(
         Interrupted: if a signal ended this process.
     """
     say = on_progress or (lambda text: None)
-    with temporary_folder("verify") as folder:
+    with temporary_folder("verify") as name:
+        folder = Path(name)
         planned = _planned(cfg, options, folder)
         layout = _settled(planned, options, folder / "layout")
         say(f"{options.steps} step(s) on {layout.devices} process(es) with {_class_of(layout.strategy)}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.contract.cuts import METADATA
+from trainwright.strategies.contract.cuts import METADATA, StandIn
 
 _Call = Callable[..., Any]
 _of_class: Any = Tensor
@@ -43,13 +43,15 @@ class WholeTensors(Protocol):
         """Raise, since ``what`` is not possible with a split parameter."""
 
 
-class WholeTensor(Tensor):
+class WholeTensor(StandIn):
     """Stand-in for a parameter or its gradient, with the shape of the whole.
 
     Metadata is available without communication. Other functions of torch get the whole tensor, gathered by
     :class:`WholeTensors`; changes are written back later.
     """
 
+    metadata = METADATA
+    refusal = "{} was called on the stand-in of a parameter; use the parameter's own methods."
     whole_name: str
     whole_kind: str
     wholes: WholeTensors
@@ -65,9 +67,7 @@ class WholeTensor(Tensor):
             shape: of the whole.
             kind: ``"parameter"``, ``"gradient"`` or ``"value"``, the plain tensor in a ``state_dict``.
         """
-        made: WholeTensor = Tensor._make_wrapper_subclass(
-            WholeTensor, shape, dtype=like.dtype, device=like.device, requires_grad=False
-        )
+        made = WholeTensor.like(like, shape, requires_grad=False)
         made.whole_name, made.whole_kind, made.wholes = name, kind, wholes
         if kind == "parameter":
             made._is_param = True
@@ -81,25 +81,12 @@ class WholeTensor(Tensor):
         return whole if self.whole_kind == "parameter" else whole.detach()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def run(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Run ``func`` on whole tensors instead of stand-ins."""
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], WholeTensor):
-            if func in METADATA:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            special = _SPECIAL.get(func)
-            if special is not None and args[0].whole_kind == "parameter":
-                return special(*args, **kwargs)
+        if args and isinstance(args[0], WholeTensor) and args[0].whole_kind == "parameter" and func in _SPECIAL:
+            return _SPECIAL[func](*args, **kwargs)
         args, kwargs = stand_ins_to_wholes((args, kwargs))
         return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse calls that bypass :meth:`__torch_function__`."""
-        raise RuntimeError(f"{func} was called on the stand-in of a parameter; use the parameter's own methods.")
 
 
 def stand_ins_to_wholes(value: Any) -> Any:
@@ -107,25 +94,13 @@ def stand_ins_to_wholes(value: Any) -> Any:
     return pytree.tree_map_only(WholeTensor, lambda tensor: tensor.whole(), value)
 
 
-def _grad(tensor: WholeTensor) -> Tensor | None:
-    return tensor.wholes.gradient_stand_in(tensor.whole_name)
-
-
 def _set_grad(tensor: WholeTensor, value: Tensor | None) -> None:
     tensor.wholes.set_gradient(tensor.whole_name, stand_ins_to_wholes(value))
-
-
-def _requires_grad(tensor: WholeTensor) -> bool:
-    return tensor.wholes.requires_grad(tensor.whole_name)
 
 
 def _set_requires_grad(tensor: WholeTensor, value: bool = True) -> WholeTensor:
     tensor.wholes.set_requires_grad(tensor.whole_name, value)
     return tensor
-
-
-def _get_data(tensor: WholeTensor) -> Tensor:
-    return tensor.wholes.own(tensor.whole_name).data
 
 
 def _set_data(tensor: WholeTensor, value: Tensor) -> None:
@@ -135,25 +110,24 @@ def _set_data(tensor: WholeTensor, value: Tensor) -> None:
     whole.data = value.detach()
 
 
-def _refuse_hook(tensor: WholeTensor, *_: Any) -> None:
-    tensor.wholes.refuse(tensor.whole_name, "a gradient hook is registered on it during a run")
+def _refusing(what: str) -> Callable[..., None]:
+    return lambda tensor, *_: tensor.wholes.refuse(tensor.whole_name, what)
 
 
-def _refuse_copy(tensor: WholeTensor, *_: Any) -> None:
-    tensor.wholes.refuse(tensor.whole_name, "it, or a module around it, is copied with copy.deepcopy")
+_refuse_hook = _refusing("a gradient hook is registered on it during a run")
 
 
 # Functions of parameters beyond their values.
 _SPECIAL: dict[Any, _Call] = {
-    _of_class.grad.__get__: _grad,
+    _of_class.grad.__get__: lambda tensor: tensor.wholes.gradient_stand_in(tensor.whole_name),
     _of_class.grad.__set__: _set_grad,
     _of_class.grad.__delete__: lambda tensor: _set_grad(tensor, None),
-    _of_class.requires_grad.__get__: _requires_grad,
+    _of_class.requires_grad.__get__: lambda tensor: tensor.wholes.requires_grad(tensor.whole_name),
     _of_class.requires_grad.__set__: _set_requires_grad,
     Tensor.requires_grad_: _set_requires_grad,
-    _of_class.data.__get__: _get_data,
+    _of_class.data.__get__: lambda tensor: tensor.wholes.own(tensor.whole_name).data,
     _of_class.data.__set__: _set_data,
     Tensor.register_hook: _refuse_hook,
     Tensor.register_post_accumulate_grad_hook: _refuse_hook,
-    Tensor.__deepcopy__: _refuse_copy,
+    Tensor.__deepcopy__: _refusing("it, or a module around it, is copied with copy.deepcopy"),
 }

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from trainwright.strategies.compose.parts.whole_shapes import configured_by_whole_shapes
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.cuts import Cut
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.data.optimizers.shared import SharedOptimizers
 from trainwright.strategies.state.assemble import Assembly
+
+_SHAPE: Any = Tensor.shape
+_OF_SHAPE = {_SHAPE.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__}
 
 
 class CutOptimizers(SharedOptimizers):
@@ -48,7 +54,14 @@ class CutOptimizers(SharedOptimizers):
         parts = {name: p for name, p in module.named_parameters() if name in cuts}
         shapes = {id(part): cuts[name].whole_shape(part.shape) for name, part in parts.items()}
         engines = self._strategy._engines
-        with engines.registered_ghosts() as ghosts, configured_by_whole_shapes(module, shapes):
+        configure = module.configure_optimizers
+
+        @wraps(configure)
+        def configured() -> Any:
+            with _WholeShapes(shapes):
+                return configure()
+
+        with engines.registered_ghosts() as ghosts, with_attributes(module, configure_optimizers=configured):
             build()
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
@@ -66,3 +79,21 @@ class CutOptimizers(SharedOptimizers):
             longest = max(assembly.gathered(mine), key=len)
             for settings in longest[len(mine) :]:
                 optimizer.add_param_group({**settings, "params": []})
+
+
+class _WholeShapes(TorchFunctionMode):
+    """Function mode that answers for parameters as if they were whole, such as for learning rates by fan-in.
+
+    Args:
+        shapes: of the whole, by ``id`` of this rank's part.
+    """
+
+    def __init__(self, shapes: Mapping[int, torch.Size]) -> None:
+        super().__init__()
+        self._shapes = shapes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, on an empty whole if it asks for the shape of a part."""
+        if func in _OF_SHAPE and id(args[0]) in self._shapes:
+            args = (torch.empty(self._shapes[id(args[0])], device="meta"), *args[1:])
+        return func(*args, **(kwargs or {}))

@@ -1,7 +1,8 @@
-"""Partitioning of the module of a run, after checks and agreement between ranks."""
+"""Partitioning of the module of a run, after checks and agreement; its parts are sharded, measured and certified."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +11,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from trainwright.checkpoint.exchange.distinct import broadcast_value
 from trainwright.core.config.options import refuse
+from trainwright.strategies.base.measures import Measures
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.compose.rules import averaging_problem, manual_optimization_problems, sync_batchnorm_problem
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.contract.same_model import broadcast_from_first
-from trainwright.strategies.data.sharding.split import averaged_copies
+from trainwright.strategies.data.sharding.certified import CertifiedShards
+from trainwright.strategies.data.sharding.split import Splitter, averaged_copies
+from trainwright.strategies.plan.names import parent_of, starred, within
 from trainwright.strategies.state.assemble import Assembly
 
 _LAYOUT = "_trainwright_layout"
@@ -94,3 +99,60 @@ def _refuse_partitioned(module: LightningModule) -> None:
             f"{type(module).__name__} was partitioned for the layout {before} by another strategy and holds only a "
             "part of its parameters. Build the module anew, or keep using the same Trainer."
         )
+
+
+class CutSplitter(Splitter):
+    """Shards experts over fewer ranks than the rest."""
+
+    def _split_within(self, block: nn.Module, options: Mapping[str, Any]) -> None:
+        for experts in self._strategy._engines.expert_modules_in(block):
+            fully_shard(experts, **{**options, "mesh": self._splitting(self._strategy._expert_mesh)})
+
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        options = super()._options(module)
+        if self._strategy.traits.backward_in_step:
+            # Gather once per step instead of per micro-batch and direction.
+            options["reshard_after_forward"] = False
+        return options
+
+
+class LayoutMeasures(Measures):
+    """Measures of any layout."""
+
+    _strategy: Any
+
+    @property
+    def _stages(self) -> Sequence[Any]:
+        stages: Sequence[Any] = self._strategy._engines.pipeline_stages
+        return stages
+
+    def routing_balance(self) -> dict[str, float]:
+        """See the base class."""
+        found: dict[str, float] = self._strategy._engines.routing_balance()
+        return found
+
+
+class CertifiedParts(CertifiedShards):
+    """Certificates of a module partitioned along any axis."""
+
+    def remedy(self, module: str) -> str:
+        """See the base class."""
+        layout = self._strategy.layout
+        if layout.tensor > 1 and layout.pipeline == 1:  # else micro-batches may be the cause
+            plan = self._strategy._engines.plan
+            split = dict.fromkeys(starred(name) for name in plan.tensor if within(name, parent_of(module) or module))
+            whole = ", ".join(f"{name}: none" for name in split)
+            if whole:
+                return f"Leave it whole: 'strategy.plan.tensor={{{whole}}}', or use tensor=1."
+        axes = ("pipeline", "context", "tensor", "expert")
+        used = [axis for axis in axes if getattr(layout, axis) > 1]
+        return f"Use {' or '.join(f'{axis}=1' for axis in used)}." if used else super().remedy(module)
+
+    def adapts(self) -> bool:
+        """See the base class: a pipeline may run the code after the blocks once per batch."""
+        is_new: bool = self._strategy._engines.join_micro_batches()
+        return is_new
+
+    def parts(self) -> tuple[Assembly, dist.ProcessGroup | None]:
+        """See the base class."""
+        return self._strategy._assembly, self._strategy._groups.along("pipeline", "context", "tensor")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -20,6 +20,7 @@ import torchmetrics.utilities.distributed
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.batch_digest import batch_digest
 from trainwright.strategies.contract.collectives.differentiable import gather
 from trainwright.strategies.contract.collectives.flat import gather_parts
@@ -175,16 +176,9 @@ class DataWorld:
         self._group = group
         self._functions = {name: self._mapped(getattr(dist, name)) for name in _COLLECTIVES if hasattr(dist, name)}
 
-    @contextmanager
-    def patched(self) -> Iterator[None]:
+    def patched(self) -> AbstractContextManager[None]:
         """Patch ``torch.distributed`` for a ``with`` block."""
-        functions = vars(dist)
-        original = {name: functions[name] for name in self._functions}
-        functions.update(self._functions)
-        try:
-            yield
-        finally:
-            functions.update(original)
+        return with_attributes(dist, **self._functions)
 
     def _mapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

@@ -34,6 +34,7 @@ from torch.autograd import Function
 from trainwright.strategies.contract.collectives import flat as flat_collectives
 
 Group = dist.ProcessGroup
+_Along = Callable[[Tensor, int, Group], Tensor]
 
 
 def linear(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
@@ -116,7 +117,7 @@ def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
     return _joined(x, dim, group, scatter)
 
 
-def _joined(x: Tensor, dim: int, group: Group, backward: Callable[[Tensor, int, Group], Tensor]) -> Tensor:
+def _joined(x: Tensor, dim: int, group: Group, backward: _Along) -> Tensor:
     if group.size() == 1:
         return x
     dim = dim % x.dim()
@@ -139,15 +140,7 @@ def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     Raises:
         ValueError: if ``dim`` does not divide.
     """
-    _check_divides(x, dim, group)
-    if group.size() == 1:
-        return x
-    dim = dim % x.dim()
-
-    def forward(x: Tensor) -> Tensor:
-        return x.chunk(group.size(), dim)[group.rank()].contiguous()
-
-    return linear(x, forward, lambda gradient: gather_same(gradient, dim, group))
+    return _sliced(x, dim, group, lambda x, dim: x.chunk(group.size(), dim)[group.rank()].contiguous(), gather_same)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -161,15 +154,11 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     Raises:
         ValueError: if ``dim`` does not divide.
     """
-    _check_divides(x, dim, group)
-    if group.size() == 1:
-        return x
-    dim = dim % x.dim()
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, dim: int) -> Tensor:
         return flat_collectives.scatter_sum(x.unflatten(dim, (group.size(), -1)).movedim(dim, 0), group)
 
-    return linear(x, forward, lambda gradient: gather(gradient, dim, group))
+    return _sliced(x, dim, group, forward, gather)
 
 
 def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -203,9 +192,13 @@ def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[i
     return linear(x, forward, lambda gradient: all_to_all(gradient, group, receive, send))
 
 
-def _check_divides(x: Tensor, dim: int, group: Group) -> None:
+def _sliced(x: Tensor, dim: int, group: Group, forward: Callable[[Tensor, int], Tensor], backward: _Along) -> Tensor:
     if x.shape[dim] % group.size():
         raise ValueError(
             f"A tensor of shape {tuple(x.shape)} cannot be split into {group.size()} equal slices along dim {dim}; its "
             f"length there must be a multiple of {group.size()}."
         )
+    if group.size() == 1:
+        return x
+    dim = dim % x.dim()
+    return linear(x, lambda x: forward(x, dim), lambda gradient: backward(gradient, dim, group))

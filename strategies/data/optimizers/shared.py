@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,7 +20,6 @@ from trainwright.checkpoint.exchange.distinct import all_gather_values, any_of_r
 from trainwright.core.config.options import refuse
 from trainwright.strategies.base.optimizer_probe import Behaviour, study
 from trainwright.strategies.contract.gradients import local_tensor
-from trainwright.strategies.data.finetuning import show_parameters_to
 from trainwright.strategies.data.optimizers.owners import Owners
 from trainwright.strategies.data.optimizers.part_steps import PartSteps
 from trainwright.strategies.data.sharding.exchanges import Exchanges
@@ -25,6 +27,7 @@ from trainwright.strategies.data.sharding.originals import Originals
 from trainwright.strategies.state.shards import ParameterShard, spread_like
 from trainwright.strategies.state.wholes import part_like
 
+_FINETUNING_HOOKS = ("on_fit_start", "on_train_epoch_start")
 _REMEDY = "Type strategy=ddp, or use an optimizer that steps each parameter by itself (AdamW, SGD, Muon, Adafactor)"
 _CLOSURE = (
     "ranks exchange updates once per step, so the loss can be computed once only. Type strategy=ddp, or use an "
@@ -108,7 +111,7 @@ class SharedOptimizers:
         self._update_steps()
         self.hide_parameters()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._hide_parameters = show_parameters_to(callbacks, optimizers, shards, self._level_groups)
+        self._hide_parameters = _show_parameters_to(callbacks, optimizers, shards, self._level_groups)
 
     def hide_parameters(self) -> None:
         """Stop showing the module's parameters to finetuning callbacks."""
@@ -210,3 +213,63 @@ def _part(value: object, shard: ParameterShard) -> object:
     if isinstance(value, DTensor):
         return spread_like(shard.optimized, local_tensor(value).to(shard.optimized_part.device, copy=True))
     return part_like(value, shard.optimized.data)  # type: ignore[arg-type]
+
+
+# ---- Lightning's finetuning callbacks look for the module's parameters in optimizers, which step shards ----------
+
+
+def _show_parameters_to(
+    callbacks: Iterable[Callback],
+    optimizers: Iterable[Optimizer],
+    shards: Mapping[nn.Parameter, ParameterShard],
+    level: Callable[[], None],
+) -> Callable[[], None]:
+    """Show the module's parameters to finetuning callbacks in optimizers that step shards.
+
+    Args:
+        callbacks: of the Trainer; only finetuning callbacks are wrapped.
+        optimizers: whose groups hold shards.
+        shards: by parameter.
+        level: called after each hook on every rank; pipeline stages may have added different groups.
+
+    Returns:
+        A function that undoes it.
+    """
+    chosen = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
+    optimizers = list(optimizers)
+
+    @contextmanager
+    def shown() -> Iterator[None]:
+        _exchange(optimizers, {shard.optimized: parameter for parameter, shard in shards.items()})
+        try:
+            with patch.object(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in)):
+                yield
+        finally:
+            _exchange(optimizers, {parameter: shard.optimized for parameter, shard in shards.items()})
+        level()
+
+    for callback in chosen:
+        for name in _FINETUNING_HOOKS:
+            setattr(callback, name, shown()(getattr(callback, name)))  # a context manager is a decorator, too
+
+    def end() -> None:
+        for callback in chosen:
+            for name in _FINETUNING_HOOKS:
+                vars(callback).pop(name, None)
+
+    return end
+
+
+def _not_in(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of ``params`` that ``optimizer`` does not step yet.
+
+    Lightning compares values, which for DTensors is a collective of all ranks.
+    """
+    known = {tensor for group in optimizer.param_groups for tensor in group["params"]}
+    return [parameter for parameter in params if parameter not in known]
+
+
+def _exchange(optimizers: Iterable[Optimizer], others: Mapping[Tensor, Tensor]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [others.get(tensor, tensor) for tensor in group["params"]]

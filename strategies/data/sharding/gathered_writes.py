@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -65,8 +65,7 @@ class GatheredWrites:
                 yield from group.fsdp_params
 
 
-@contextmanager
-def forbidding_lost_updates() -> Iterator[None]:
+def forbidding_lost_updates() -> AbstractContextManager[Any]:
     """Raise on operations that FSDP2 does not support and would silently lose."""
     run_backward = torch.autograd._engine_run_backward
 
@@ -78,8 +77,7 @@ def forbidding_lost_updates() -> Iterator[None]:
             )
         return run_backward(*args, **kwargs)
 
-    with patch.object(torch.autograd, "_engine_run_backward", checked):
-        yield
+    return patch.object(torch.autograd, "_engine_run_backward", checked)
 
 
 def refuse_new_data(which: str) -> NoReturn:

@@ -13,8 +13,8 @@ section 7).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.flat import all_gather, reduce_scatter
 from trainwright.strategies.state.shards import ParameterShard, ShardBucket, make_buckets
 
@@ -82,20 +83,14 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
-    @contextmanager
-    def accumulate(self, shards_too: bool) -> Iterator[None]:
+    def accumulate(self, shards_too: bool) -> AbstractContextManager[None]:
         """Defer averaging in backward passes inside.
 
         Args:
             shards_too: ``True`` keeps whole local gradients and communicates nothing; ``False`` reduces into shards, so
                 that no whole gradient stays, and skips the replicate axis only.
         """
-        before = self._sync_replicas, self._sync_shards
-        self._sync_replicas, self._sync_shards = False, before[1] and not shards_too
-        try:
-            yield
-        finally:
-            self._sync_replicas, self._sync_shards = before
+        return with_attributes(self, _sync_replicas=False, _sync_shards=self._sync_shards and not shards_too)
 
     def begin(self) -> None:
         """Make room for whole gradients of several backward passes, in which hooks need not run."""

@@ -168,7 +168,7 @@ FIELDS = {
     "parts": 13,  # the gradient was sent in parts
     "pulls_parts": 14,  # send parameters in parts
     "returns": 12,  # number of rejoined workers, at a meeting
-    "notice": 16,  # that the run is to end, see end_notice.py; 0: none
+    "notice": 16,  # that the run is to end, see clocks.py; 0: none
     "notice_age": 17,
     "steps_left": 18,
     "messages": 19,  # sent by a server so far

@@ -1,8 +1,11 @@
-"""Worker clocks and the bound between them."""
+"""Worker clocks, the bound between them, and their common end."""
 
 from __future__ import annotations
 
+import time
 from typing import Literal
+
+from trainwright.core.run.peers import EndNotice, ReceivedNotice
 
 Consistency = Literal["sync", "ssp", "async"]
 
@@ -76,3 +79,30 @@ class Clocks:
         latest = max(self._clocks.values(), default=0)
         self._clocks = dict.fromkeys(self._clocks, latest)
         self._waiting.clear()
+
+
+class EndNoticeBoard:
+    """End of a run whose workers step independently, as known to a server; through pushes and replies. Not thread-safe.
+
+    A worker with a notice reports it to the first server with its next push. The server chooses the last step: the
+    first that no worker has passed. Every later reply contains the remaining steps of the worker, so none passes it and
+    no worker waits. Under ``ssp`` and ``async`` slower workers catch up: all save at the same step.
+    """
+
+    def __init__(self) -> None:
+        self._notice: tuple[int, float] | None = None
+        self._last = 0
+
+    def tell(self, notice: EndNotice, clocks: Clocks) -> None:
+        """Record the notice of a worker that is about to step; the first one counts."""
+        if self._notice is None:
+            self._notice = notice.number, time.monotonic() - notice.age
+            # Training workers may be within a step; those at a meeting are not.
+            self._last = max(clocks.clock(worker) + (worker in clocks.training) for worker in clocks.workers)
+
+    def of(self, clock: int) -> ReceivedNotice | None:
+        """Return the notice for a worker at this clock, if any."""
+        if self._notice is None:
+            return None
+        number, since = self._notice
+        return ReceivedNotice(number, time.monotonic() - since, max(0, self._last - clock))

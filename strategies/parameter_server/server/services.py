@@ -18,8 +18,7 @@ from trainwright.strategies.parameter_server.messages.requests import BYTES, Ope
 from trainwright.strategies.parameter_server.messages.sparse_rows import look_up, unpack_rows
 from trainwright.strategies.parameter_server.messages.wire import COMING, HEADER, PART, PAYLOAD, Link, reading, whole
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
-from trainwright.strategies.parameter_server.server.clocks import Clocks
-from trainwright.strategies.parameter_server.server.end_notice import EndNoticeBoard
+from trainwright.strategies.parameter_server.server.clocks import Clocks, EndNoticeBoard
 from trainwright.strategies.parameter_server.server.rounds import Round
 from trainwright.strategies.parameter_server.server.shard import Shard, ShardPlan
 from trainwright.strategies.parameter_server.server.sharder import places
@@ -348,7 +347,7 @@ class ShardServices:
         self._hand_out(link, request, self.shard.flat, **ending)
 
     def _ending_for(self, worker: int) -> dict[str, float]:
-        """Return the reply fields of a notice to end, see :mod:`end_notice`."""
+        """Return the reply fields of a notice to end, see :class:`EndNoticeBoard`."""
         heard = self._ending.of(self._clocks.clock(worker)) if worker in self._clocks.workers else None
         if heard is None:
             return {}

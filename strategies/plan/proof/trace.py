@@ -191,9 +191,7 @@ class _Watch(TorchFunctionMode):
             self._shapes_only.run(given)
         self.ended = True
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and not self._inside:
             phase = "first" if not self._called else "last" if len(self._called) == len(self._blocks) else "between"
