@@ -14,10 +14,13 @@ class StepCounter:
     """Detects in ``on_train_batch_end`` that an optimizer step has ended.
 
     The result is equal on all ranks, because it depends on loop progress alone.
+
+    Attributes:
+        count: optimizer steps that have ended, those undone later included.
     """
 
     def __init__(self) -> None:
-        self._seen = 0
+        self.count = self._seen = 0
 
     def start(self, trainer: Trainer) -> None:
         """Start counting; call in ``on_train_start``, since a resumed run does not start at 0."""
@@ -31,6 +34,7 @@ class StepCounter:
         if trainer.global_step == self._seen:
             return None
         self._seen = trainer.global_step
+        self.count += 1
         return self.next_number(trainer)
 
     def next_number(self, trainer: Trainer) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -13,7 +13,7 @@ Clock = TypeVar("Clock", bound=PhaseClock)
 
 
 class Windowed(Callback):
-    """A callback that acts once per window of optimizer steps.
+    """A callback that reports once per window of optimizer steps.
 
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (there, 0 is off).
@@ -22,29 +22,60 @@ class Windowed(Callback):
         ValueError: if ``every_n_steps`` is less than 1.
     """
 
+    # The strategy may still be receiving the weights of a step that has ended.
+    looks_at_parameters = False
+    # Steps before the first window: compilation, warm caches, connections.
+    _warm_up = 0
+
     def __init__(self, every_n_steps: int | None = None) -> None:
         require_window(every_n_steps, self)
         self.every_n_steps = every_n_steps
         self._steps = StepCounter()
         self._window = 0  # 0 is off
+        self._done = 0  # steps in this window; negative while warming up
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting steps."""
-        self._steps.start(trainer)
         self._window = window_steps(self.every_n_steps, trainer)
+        self.on_gone_back(trainer, pl_module)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from the restored step."""
+        """Start a new window, warm-up included, at the restored step."""
         self._steps.start(trainer)
+        self._done = -self._warm_up
 
-    def _ended(self, trainer: Trainer) -> int | None:
-        """Return in ``on_train_batch_end`` the number of the step that closed a window, else ``None``."""
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report at the end of a window."""
         step = self._steps.ended(trainer)
-        return step if step is not None and self._ends_window(step) else None
+        if step is None:
+            return
+        self._done += 1
+        if self._window and self._done == 0:
+            self._begin(trainer, step)
+        elif self._done > 0 and self._ends_window(step):
+            self._report(trainer, step)
+            self._done = 0
+
+    def _report_rest(self, trainer: Trainer) -> None:
+        """Report an incomplete window."""
+        if self._window and self._done > 0:
+            self._report(trainer, self._steps.next_number(trainer) - 1)
 
     def _ends_window(self, step: int) -> bool:
         """Return whether ``step`` closes a window."""
         return bool(self._window) and (step + 1) % self._window == 0
+
+    def _in_last_step(self, trainer: Trainer) -> bool:
+        """Return whether the present step closes a window."""
+        return self._ends_window(self._steps.next_number(trainer))
+
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        """Begin to measure; ``step`` was the last one of the warm-up."""
+
+    def _report(self, trainer: Trainer, step: int) -> None:
+        """Report a window, of which ``step`` is the last one."""
 
 
 class StopsWithTraining(Callback):
@@ -77,3 +108,14 @@ class Clocked(StopsWithTraining, Generic[Clock]):
         if self._clock is not None:
             self._clock.stop()
             self._clock = None
+
+
+class Measured(Windowed):
+    """A callback whose windows begin after the warm-up, so that all but the last, which is reported too, are whole."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report an incomplete window."""
+        self._report_rest(trainer)
+
+    def _ends_window(self, step: int) -> bool:
+        return self._done == self._window

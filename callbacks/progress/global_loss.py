@@ -66,8 +66,8 @@ class GlobalLoss(Windowed):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset, and start counting."""
+        self._pending, self.diverged = [], None
         super().on_train_start(trainer, pl_module)
-        self._micro_losses, self._weight, self._pending, self.diverged = [], 0.0, [], None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
