@@ -47,6 +47,7 @@ class CommunicationAdvice(Clocked[StepClock], Measured):
         self.console = console or Console()
         self.advice: Any = None
         self._meter: Any = None
+        self._sent: Sums = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise a ``ValueError`` if the strategy does not average gradients at every step, or is one of Lightning."""
@@ -83,14 +84,13 @@ class CommunicationAdvice(Clocked[StepClock], Measured):
         """Report a shorter run; a collective if a step was measured."""
         if self._clock is not None and self._done <= 0:
             rank_zero_warn(f"Communication: no advice, which needs more than {self._warm_up} optimizer steps.")
-            self._window = 0
         super().on_train_end(trainer, pl_module)
         self._stop()
 
     def _begin(self, trainer: Trainer, step: int) -> None:
         assert self._clock is not None
         self._clock.take(wait_for_device=True)
-        self._sent: Sums = {}
+        self._sent = {}
 
     def _stop(self) -> None:
         super()._stop()
@@ -101,7 +101,7 @@ class CommunicationAdvice(Clocked[StepClock], Measured):
     def _report(self, trainer: Trainer, step: int) -> None:
         assert self._clock is not None
         compute, _, _, waits = self._clock.take(wait_for_device=True)
-        done, self._window = self._done, 0
+        done = self._done
         self._stop()  # before links are measured
         strategy: Any = trainer.strategy
         own = torch.tensor([compute / done, waits / done], dtype=torch.float32, device=strategy.root_device)
