@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.step_clock import PhaseClock
-from trainwright.callbacks.steps import StepCounter, require_window, window_steps
+from trainwright.callbacks.steps import require_window, step_number
 
 Clock = TypeVar("Clock", bound=PhaseClock)
 
@@ -30,27 +30,31 @@ class Windowed(Callback):
     def __init__(self, every_n_steps: int | None = None) -> None:
         require_window(every_n_steps, self)
         self.every_n_steps = every_n_steps
-        self._steps = StepCounter()
         self._window = 0  # 0 is off
+        self._seen = 0  # ``global_step`` after the last step
         self._done = 0  # steps in this window; negative while warming up
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting steps."""
-        self._window = window_steps(self.every_n_steps, trainer)
+        every = self.every_n_steps
+        self._window = trainer.log_every_n_steps if every is None else every  # type: ignore[attr-defined]
         self.on_gone_back(trainer, pl_module)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a new window, warm-up included, at the restored step."""
-        self._steps.start(trainer)
+        self._seen = trainer.global_step
         self._done = -self._warm_up
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report at the end of a window."""
-        step = self._steps.ended(trainer)
-        if step is None:
-            return
+        """Report at the end of a window. Steps end on all ranks alike, since loop progress alone decides."""
+        if trainer.global_step != self._seen:
+            self._seen = trainer.global_step
+            self._end_step(trainer, step_number(trainer))
+
+    def _end_step(self, trainer: Trainer, step: int) -> None:
+        """Count an optimizer step."""
         self._done += 1
         if self._window and self._done == 0:
             self._begin(trainer, step)
@@ -61,7 +65,7 @@ class Windowed(Callback):
     def _report_rest(self, trainer: Trainer) -> None:
         """Report an incomplete window."""
         if self._window and self._done > 0:
-            self._report(trainer, self._steps.next_number(trainer) - 1)
+            self._report(trainer, step_number(trainer) - 1)
 
     def _ends_window(self, step: int) -> bool:
         """Return whether ``step`` closes a window."""
@@ -69,7 +73,7 @@ class Windowed(Callback):
 
     def _in_last_step(self, trainer: Trainer) -> bool:
         """Return whether the present step closes a window."""
-        return self._ends_window(self._steps.next_number(trainer))
+        return self._ends_window(step_number(trainer))
 
     def _begin(self, trainer: Trainer, step: int) -> None:
         """Begin to measure; ``step`` was the last one of the warm-up."""

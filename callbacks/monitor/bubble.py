@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.records import publish
+from trainwright.callbacks.steps import step_number
 from trainwright.callbacks.windows import StopsWithTraining, Windowed
 
 
@@ -48,8 +49,8 @@ class Bubble(StopsWithTraining, Windowed):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start measuring in the last step of a window."""
-        if self._in_last_step(trainer) and self._step != (step := self._steps.next_number(trainer)):
-            self._step, self._began = step, time.time()
+        if self._in_last_step(trainer) and self._step != step_number(trainer):
+            self._step, self._began = step_number(trainer), time.time()
             self._timeline.start()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:

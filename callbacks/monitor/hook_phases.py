@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
+from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, SAVING, VALIDATION, Phases
 
 
 class HookPhases(Callback):
@@ -37,6 +37,7 @@ for _hook, _phase in {
     "on_train_batch_end": DATA,
     "on_validation_start": VALIDATION,
     "on_validation_end": HOOKS,
+    "on_save_checkpoint": SAVING,
     "on_train_end": IDLE,
 }.items():
     setattr(HookPhases, _hook, _begin(_phase))

@@ -39,9 +39,9 @@ class StepTime(Clocked[PhaseClock], Windowed):
     device is synchronized only at the end of a window. The first step of a run (compilation, warm-up) gets a record of
     its own and is not logged. On CUDA all times are those of the compute stream.
 
-    With Lightning's own Trainer parts come from hooks and the host clock: time between hooks, checkpoints included, is
-    ``data``. With Lightning's own strategies waits belong to the part they occur in. In a pipeline, backward of the
-    stages is ``backward`` and the rest of the step ``forward``.
+    With Lightning's own Trainer parts come from hooks and the host clock: time between hooks is ``data``. With
+    Lightning's own strategies waits belong to the part they occur in. In a pipeline, backward of the stages is
+    ``backward`` and the rest of the step ``forward``.
 
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).

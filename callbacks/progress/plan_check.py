@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import are_synchronous
+from trainwright.callbacks.steps import are_synchronous, step_number
 from trainwright.callbacks.windows import Measured
 from trainwright.core.failures.records import write_whole
 
@@ -89,7 +89,7 @@ class PlanCheck(Measured):
         seconds, held = self._most_of_any_rank(trainer)
         predicted = plan["chosen"]
         line = _line(seconds, held, predicted)
-        done = trainer.fit_loop.epoch_loop._batches_that_stepped
+        done = step_number(trainer)
         self.measured = {"seconds": {"step": seconds}, "bytes": held, "steps": self._done, "until_step": done}
         self.measured["line"] = line
         if not trainer.is_global_zero:

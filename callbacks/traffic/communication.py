@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainwright.callbacks.monitor.records import publish
-from trainwright.callbacks.steps import StepCounter, are_synchronous, require_strategy
+from trainwright.callbacks.steps import are_synchronous, require_strategy
 from trainwright.callbacks.windows import StopsWithTraining, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.run.peers import service_of
@@ -74,8 +74,8 @@ class CommunicationReport(StopsWithTraining, Windowed):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
-        self._steps = StepCounter()
         super().on_train_start(trainer, pl_module)
+        self._total = 0  # optimizer steps of this fit
         self._within: Sums = {}
         self._besides: Sums = {}
         self.latest, self.of_ranks, self.of_servers = {}, [], {}
@@ -96,6 +96,10 @@ class CommunicationReport(StopsWithTraining, Windowed):
         add_counts(self._within, counts)
         super().on_train_batch_end(trainer, *args)
 
+    def _end_step(self, trainer: Trainer, step: int) -> None:
+        self._total += 1
+        super()._end_step(trainer, step)
+
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a new window; bytes sent for undone steps stay in the totals."""
         super().on_gone_back(trainer, pl_module)
@@ -109,7 +113,7 @@ class CommunicationReport(StopsWithTraining, Windowed):
         self._stop()
         if trainer.is_global_zero:
             self.of_servers = service_of(trainer.strategy).server_traffic()
-        own = {"steps": self._steps.count, "within": _listed(self._within), "besides": _listed(self._besides)}
+        own = {"steps": self._total, "within": _listed(self._within), "besides": _listed(self._besides)}
         several = are_synchronous(trainer) and dist.is_available() and dist.is_initialized()
         self.of_ranks = all_gather_values(own, device=trainer.strategy.root_device) if several else [own]
 
