@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +41,7 @@ class Events(StopsWithTraining):
         self._end: Callable[[], object] = lambda: None
         self._what = ""  # in progress
         self._since = 0.0
-        self._spent = 0.0  # before an interruption
-        self._interrupted: list[float] = []  # seconds of validations that a checkpoint interrupts
+        self._spent: dict[str, float] = defaultdict(float)  # seconds so far; a checkpoint may interrupt a validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Detect a restart, and start listening to phases."""
@@ -77,20 +77,11 @@ class Events(StopsWithTraining):
         self._end()
 
     def _hear(self, trainer: Trainer, phase: str) -> None:
-        what = _TIMED.get(phase, "")
-        if what == self._what:
-            return
-        now = time.perf_counter()
-        if self._what:
-            self._spent += now - self._since
-        if self._what == "validation" and what == "checkpoint":
-            self._interrupted.append(self._spent)
-        elif self._what:
-            self._emit(trainer, self._what, "", self._spent)
-        self._spent = 0.0
-        if what == "validation" and self._interrupted:
-            self._spent = self._interrupted.pop()
-        self._what, self._since = what, now
+        before, self._what, now = self._what, _TIMED.get(phase, ""), time.perf_counter()
+        self._spent[before] += now - self._since
+        self._since = now
+        if before not in ("", self._what) and (before, self._what) != ("validation", "checkpoint"):
+            self._emit(trainer, before, "", self._spent.pop(before))
 
     def _emit(self, trainer: Trainer, what: str, text: str, seconds: float = 0.0) -> None:
         emit(trainer, "event", {"what": what, "text": text, "seconds": seconds})
