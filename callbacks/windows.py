@@ -108,6 +108,11 @@ class Clocked(StopsWithTraining, Generic[Clock]):
 
     _clock: Clock | None = None
 
+    @property
+    def _running_clock(self) -> Clock:
+        assert self._clock is not None
+        return self._clock
+
     def _stop(self) -> None:
         if self._clock is not None:
             self._clock.stop()

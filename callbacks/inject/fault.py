@@ -214,7 +214,7 @@ class _WrappedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = self.__wrapped__
         for fault in self.faults:
-            step = partial(_run, fault, step)
+            step = partial(lambda fault, step, *args, **kwargs: fault.around(step, args, kwargs), fault, step)
         return step(*args, **kwargs)
 
     def restore(self) -> None:
@@ -222,7 +222,3 @@ class _WrappedStep:
             del self._attributes[STEP]
         else:
             self._attributes[STEP] = self._own
-
-
-def _run(fault: StepFault, step: Any, *args: Any, **kwargs: Any) -> Any:
-    return fault.around(step, args, kwargs)

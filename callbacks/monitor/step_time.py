@@ -87,16 +87,14 @@ class StepTime(Clocked[PhaseClock], Windowed):
         self._emit(trainer, step, 1)
 
     def _report(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
         seconds, done = self._emit(trainer, step, self._done), self._done
         self.latest = {part: value / done for part, value in seconds.items()}
         self.latest["step"] = sum(seconds.values()) / done
         log_metrics(trainer, {f"time/{name}": value for name, value in self.latest.items()}, step)
-        self._clock.refresh()
+        self._running_clock.refresh()
 
     def _emit(self, trainer: Trainer, step: int, steps: int) -> dict[str, float]:
-        assert self._clock is not None
-        seconds = parts_of(*self._clock.spent_and_waited(wait_for_device=True))
+        seconds = parts_of(*self._running_clock.spent_and_waited(wait_for_device=True))
         emit(trainer, "step", {"seconds": seconds, "total": sum(seconds.values()), "steps": steps}, step + 1)
         return seconds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,9 +75,9 @@ class Throughput(Windowed):
         self._since = 0.0  # perf_counter() at the last start of the clock
         self._before = 0.0  # seconds of this window before that
         self._samples = 0  # of this rank, in this window
-        self._counting: CountedOperations | None = None
-        self._counted_operations: float | None = None
-        self._is_counted = True
+        self._counting = ExitStack()
+        self._operations: CountedOperations | None = None  # of the micro-batch that is counted
+        self._counts_next = False
 
     @property
     def rate(self) -> tuple[float, str] | None:
@@ -90,22 +91,19 @@ class Throughput(Windowed):
         unit = self.unit or getattr(pl_module, "sample_unit", None) or "units"
         units = self.units_per_sample or getattr(pl_module, "units_per_sample", None)
         self._counted = None if units is None else (unit, units)
-        self._is_counted = not (self.count_flops and self._window)
+        self._counts_next = bool(self.count_flops and self._window)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count FLOPs of the first micro-batch."""
-        if not self._is_counted:
-            self._is_counted = True
-            self._counting = CountedOperations()
-            self._counting.__enter__()
+        if self._counts_next:
+            self._counts_next = False
+            self._operations = self._counting.enter_context(CountedOperations())
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         """Stop counting before the optimizer computes."""
-        self._end_counting()
+        self._counting.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop counting."""
-        self._end_counting()
+    on_exception = on_before_optimizer_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -113,9 +111,9 @@ class Throughput(Windowed):
         """Count samples; log at the end of a window."""
         if not self._window:
             return
-        if self._counting is not None or self._counted_operations is not None:
-            self._end_counting()
-            operations, self._counted_operations = self._counted_operations, None
+        if self._operations is not None:
+            self._counting.close()
+            operations, self._operations = self._operations.total, None
             samples = num_samples(batch)
             self.flops_per_sample = operations / samples if operations and samples else None
         self._samples += num_samples(batch)
@@ -128,11 +126,6 @@ class Throughput(Windowed):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resume the clock."""
         self._since = time.perf_counter()
-
-    def _end_counting(self) -> None:
-        if self._counting is not None:
-            self._counting.__exit__(None, None, None)
-            self._counted_operations, self._counting = self._counting.total, None
 
     def _begin(self, trainer: Trainer, step: int) -> None:
         self._before, self._samples, self._since = 0.0, 0, time.perf_counter()

@@ -88,8 +88,7 @@ class CommunicationAdvice(Clocked[StepClock], Measured):
         self._stop()
 
     def _begin(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        self._clock.take(wait_for_device=True)
+        self._running_clock.take(wait_for_device=True)
         self._sent = {}
 
     def _stop(self) -> None:
@@ -99,8 +98,7 @@ class CommunicationAdvice(Clocked[StepClock], Measured):
             self._meter = None
 
     def _report(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        compute, _, _, waits = self._clock.take(wait_for_device=True)
+        compute, _, _, waits = self._running_clock.take(wait_for_device=True)
         done = self._done
         self._stop()  # before links are measured
         strategy: Any = trainer.strategy

@@ -136,12 +136,10 @@ class Stragglers(Clocked[StepClock], Measured):
             self._clock = StepClock(trainer)
 
     def _begin(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        self._clock.take()
+        self._running_clock.take()
 
     def _report(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        own = [seconds / self._done for seconds in self._clock.take()]
+        own = [seconds / self._done for seconds in self._running_clock.take()]
         mine = torch.tensor(own, dtype=torch.float32, device=trainer.strategy.root_device)
         self.latest = [StepTimes(*row) for row in all_gather_rows(mine).tolist()]
         layout = getattr(trainer.strategy, "layout", None)
@@ -154,7 +152,7 @@ class Stragglers(Clocked[StepClock], Measured):
             metrics |= {"straggler": self.stragglers[0].rank, "straggler_share": self.stragglers[0].share}
         log_metrics(trainer, metrics, step)
         self._warn(step)
-        self._clock.refresh()
+        self._running_clock.refresh()
 
     def _warn(self, step: int) -> None:
         found = {(each.rank, each.kind) for each in self.stragglers}

@@ -140,7 +140,6 @@ class Watchdog(Callback):
 
     def _stop(self) -> None:
         self._end_listening()
-        self._end_listening = lambda: None
         if self._answerer is not None:
             self._answerer.stop()
         if self._box is not None:

@@ -133,23 +133,21 @@ class Balance(Clocked[StepClock], Windowed):
     # ---- decisions ------------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        self._clock.take(wait_for_device=True)
+        self._running_clock.take(wait_for_device=True)
         self._samples = 0
 
     def _ends_window(self, step: int) -> bool:
         return self._done == self._window
 
     def _report(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        seconds, *_ = self._clock.take(wait_for_device=True)
+        seconds, *_ = self._running_clock.take(wait_for_device=True)
         dealer = self._dealer
         # Seconds of its own computation without waits, samples of its data rank, batches drawn by its loader.
         own = [dealer.data_rank, seconds, self._samples, dealer.drawn]
         mine = torch.tensor(own, dtype=torch.float64, device=self._strategy.root_device)
         rows = all_gather_rows(mine).tolist()
         self._samples = 0
-        self._clock.refresh()
+        self._running_clock.refresh()
         self._apply(rows, trainer)
 
     def _apply(self, rows: Sequence[Sequence[float]], trainer: Any) -> None:
