@@ -178,27 +178,24 @@ class MessageServer:
     def receive(self, peer: Peer, data: bytes) -> None:
         """Handle the messages that have arrived; close the connection on failure."""
         try:
-            self._receive(peer, data)
+            *messages, rest = (peer.received + data).split(self._end)
+            if len(max(messages, key=len, default=b"")) > self._longest or len(rest) > self._longest + len(self._end):
+                raise ContentError(f"a message has more than {self._longest} bytes")
+            peer.received = rest
+            for message in messages:
+                if not peer.is_closed:
+                    self._handle(peer, message)
+            if peer.is_admitted and not peer.is_closed:  # it may be idle, but not leave a message incomplete
+                if messages or not peer.received:
+                    self._end_limit(peer)
+                if peer.received and peer not in self._due:
+                    self._limit(peer)
         except Exception as error:  # one faulty peer must not stop the others
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True  # warn once: a peer that reconnects must not fill the log
             text = str(error) if isinstance(error, ContentError) else f"{type(error).__name__}: {error}"
             _log.log(level, "%s: closed a connection (%s); further ones are closed silently", self._name, text[:200])
             self.close(peer)
-
-    def _receive(self, peer: Peer, data: bytes) -> None:
-        *messages, rest = (peer.received + data).split(self._end)
-        if len(max(messages, key=len, default=b"")) > self._longest or len(rest) > self._longest + len(self._end):
-            raise ContentError(f"a message has more than {self._longest} bytes")
-        peer.received = rest
-        for message in messages:
-            if not peer.is_closed:
-                self._handle(peer, message)
-        if peer.is_admitted and not peer.is_closed:  # it may be idle, but not leave a message incomplete
-            if messages or not peer.received:
-                self._end_limit(peer)
-            if peer.received and peer not in self._due:
-                self._limit(peer)
 
     def _limit(self, peer: Peer) -> None:
         self._due[peer] = self._loop.call_later(self._seconds, self.close, peer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -82,6 +84,26 @@ class Windowed(Callback):
         """Report a window, of which ``step`` is the last one."""
 
 
+class Timed(Windowed):
+    """A callback that measures the time of a window, without validation."""
+
+    _since = 0.0  # start of the window, moved by pauses
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pause the clock."""
+        self._since -= time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resume the clock."""
+        self._since += time.perf_counter()
+
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        self._since = time.perf_counter()
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._since
+
+
 class StopsWithTraining(Callback):
     """A callback that stops measuring or listening when training ends or fails.
 
@@ -100,7 +122,15 @@ class StopsWithTraining(Callback):
 
     def _stop(self) -> None:
         """Stop. Idempotent."""
-        raise NotImplementedError
+
+
+class Listening(StopsWithTraining):
+    """A callback that listens to something until training ends."""
+
+    _end_listening: Callable[[], object] = staticmethod(lambda: None)
+
+    def _stop(self) -> None:
+        self._end_listening()
 
 
 class Clocked(StopsWithTraining, Generic[Clock]):
@@ -114,6 +144,7 @@ class Clocked(StopsWithTraining, Generic[Clock]):
         return self._clock
 
     def _stop(self) -> None:
+        super()._stop()
         if self._clock is not None:
             self._clock.stop()
             self._clock = None

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 from trainwright.callbacks.inject.rules import STEP
-from trainwright.callbacks.windows import StopsWithTraining
+from trainwright.callbacks.windows import Listening
 from trainwright.core.run.phases import DATA
 from trainwright.core.torch_internals import tree_leaves
 
@@ -106,12 +106,11 @@ def raise_in(hook: str, rank: int | None, at_step: int, error: Exception | None,
     return kind(rank, at_step, times, hook=hook, error=error)
 
 
-class Hang(StopsWithTraining, StepFault):
+class Hang(Listening, StepFault):
     """See :func:`trainwright.callbacks.inject.hang`."""
 
     how: str
     _group: dist.ProcessGroup | None = None  # that no other rank enters
-    _end_listening: Callable[[], object] = staticmethod(lambda: None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the process group for ``skip_collective`` (a collective), or listen to phases for ``data``."""
@@ -135,9 +134,6 @@ class Hang(StopsWithTraining, StepFault):
         """Hang."""
         _HANGS[self.how](self._group)
         raise AssertionError(f"{self.sentence} has ended")
-
-    def _stop(self) -> None:
-        self._end_listening()
 
     def _hear(self, trainer: Trainer, phase: str) -> None:
         if phase != DATA:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import are_synchronous, step_number
-from trainwright.callbacks.windows import Measured
+from trainwright.callbacks.windows import Measured, Timed
 from trainwright.core.failures.records import write_whole
 
 FILE = "plan.json"
 _MIB = 2**20
 
 
-class PlanCheck(Measured):
+class PlanCheck(Timed, Measured):
     """Compare step time and bytes of the fullest rank with the prediction in ``plan.json``, once.
 
     A run has a ``plan.json`` after ``strategy=auto`` or ``micro_batch_size=auto``. Without one, with another layout
@@ -52,7 +51,6 @@ class PlanCheck(Measured):
         self.console = console or Console()
         self.measured: dict[str, Any] | None = None
         self._plan: dict[str, Any] | None = None
-        self._since = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the plan if it fits this layout. A collective if the run can be measured."""
@@ -68,20 +66,13 @@ class PlanCheck(Measured):
         if self._window and self._done >= 0:
             self._gradients = max(self._gradients, _held(trainer).gradients)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the clock."""
-        self._since -= time.perf_counter()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the clock."""
-        self._since += time.perf_counter()
-
     def _begin(self, trainer: Trainer, step: int) -> None:
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-        self._gradients, self._since = 0, time.perf_counter()
+        self._gradients = 0
+        super()._begin(trainer, step)
 
     def _report(self, trainer: Trainer, step: int) -> None:
         assert self._plan is not None
@@ -104,7 +95,7 @@ class PlanCheck(Measured):
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = (time.perf_counter() - self._since) / self._done
+        seconds = self._seconds() / self._done
         held = _held(trainer)
         found = {"parameters": held.parameters, "gradients": self._gradients, "optimizer": held.optimizer}
         if device.type == "cuda":

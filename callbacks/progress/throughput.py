@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,10 +13,10 @@ from torch import Tensor
 from trainwright.callbacks.monitor.flops import CountedOperations
 from trainwright.callbacks.monitor.records import publish
 from trainwright.callbacks.steps import are_synchronous
-from trainwright.callbacks.windows import Windowed
+from trainwright.callbacks.windows import Timed
 
 
-class Throughput(Windowed):
+class Throughput(Timed):
     """Log ``samples_per_second`` and ``step_seconds`` over windows of optimizer steps: of all ranks together, or of
     rank 0 if steps are asynchronous (trait ``steps_are_collective`` is false).
 
@@ -72,8 +71,6 @@ class Throughput(Windowed):
         self.flops_per_sample: float | None = None
         self.latest: dict[str, float] = {}
         self._counted: tuple[str, int] | None = None  # unit and units per sample of this run
-        self._since = 0.0  # perf_counter() at the last start of the clock
-        self._before = 0.0  # seconds of this window before that
         self._samples = 0  # of this rank, in this window
         self._counting = ExitStack()
         self._operations: CountedOperations | None = None  # of the micro-batch that is counted
@@ -119,16 +116,9 @@ class Throughput(Windowed):
         self._samples += num_samples(batch)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the clock."""
-        self._before += time.perf_counter() - self._since
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the clock."""
-        self._since = time.perf_counter()
-
     def _begin(self, trainer: Trainer, step: int) -> None:
-        self._before, self._samples, self._since = 0.0, 0, time.perf_counter()
+        super()._begin(trainer, step)
+        self._samples = 0
 
     def _report(self, trainer: Trainer, step: int) -> None:
         flops = self._samples * (self.flops_per_sample or 0.0)
@@ -137,7 +127,7 @@ class Throughput(Windowed):
         if together:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         total, all_flops = sums.tolist()  # synchronizes the device
-        seconds = self._before + time.perf_counter() - self._since
+        seconds = self._seconds()
         self._begin(trainer, step)
         self.latest = {"samples_per_second": total / seconds, "step_seconds": seconds / self._done}
         if self._counted is not None:

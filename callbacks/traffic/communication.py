@@ -30,7 +30,19 @@ def add_counts(sums: Sums, counts: Mapping[tuple[str, str], Any]) -> None:
             row[index] += value
 
 
-class CommunicationReport(StopsWithTraining, Windowed):
+class Metered(StopsWithTraining):
+    """A callback that meters what ranks send until training ends."""
+
+    _meter: Any = None
+
+    def _stop(self) -> None:
+        super()._stop()
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+
+
+class CommunicationReport(Metered, Windowed):
     """Log the bytes that a rank sends per step, by mesh axis and kind of collective, and print a table at the end.
 
     Logged per window are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes sent by
@@ -65,7 +77,6 @@ class CommunicationReport(StopsWithTraining, Windowed):
         self.latest: dict[str, float] = {}
         self.of_ranks: list[dict[str, Any]] = []
         self.of_servers: dict[int, tuple[int, int]] = {}
-        self._meter: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise a ``ValueError`` for a strategy of Lightning."""
@@ -123,11 +134,6 @@ class CommunicationReport(StopsWithTraining, Windowed):
             return
         for part in report_of(self.of_ranks, self.of_servers):
             self.console.print(part, soft_wrap=isinstance(part, str), highlight=False)
-
-    def _stop(self) -> None:
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
 
     def _report(self, trainer: Trainer, step: int) -> None:
         sent: dict[str, dict[str, float]] = {}

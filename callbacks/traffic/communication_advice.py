@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 
 from trainwright.callbacks.step_clock import StepClock
-from trainwright.callbacks.traffic.communication import Sums, add_counts
+from trainwright.callbacks.traffic.communication import Metered, Sums, add_counts
 from trainwright.callbacks.windows import Clocked, Measured
 
 FILE = "communication.json"
 
 
-class CommunicationAdvice(Clocked[StepClock], Measured):
+class CommunicationAdvice(Clocked[StepClock], Metered, Measured):
     """Measure some steps and the links between ranks once, and recommend how to average gradients.
 
     The Trainer adds it for a strategy with ``communication="advise"`` or ``"auto"``. It averages step times over ranks,
@@ -46,7 +46,6 @@ class CommunicationAdvice(Clocked[StepClock], Measured):
         self.after_steps = after_steps
         self.console = console or Console()
         self.advice: Any = None
-        self._meter: Any = None
         self._sent: Sums = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -90,12 +89,6 @@ class CommunicationAdvice(Clocked[StepClock], Measured):
     def _begin(self, trainer: Trainer, step: int) -> None:
         self._running_clock.take(wait_for_device=True)
         self._sent = {}
-
-    def _stop(self) -> None:
-        super()._stop()
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
 
     def _report(self, trainer: Trainer, step: int) -> None:
         compute, _, _, waits = self._running_clock.take(wait_for_device=True)
