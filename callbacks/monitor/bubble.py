@@ -45,7 +45,6 @@ class Bubble(StopsWithTraining, Windowed):
         self._timeline = None if measures is None else measures.pipeline_timeline()
         if self._timeline is None:
             self._window = 0
-        self._step = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start measuring in the last step of a window."""

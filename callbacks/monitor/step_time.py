@@ -51,11 +51,11 @@ class StepTime(Clocked[PhaseClock], Windowed):
     """
 
     _warm_up = 1
+    _phases: Phases
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, float] = {}
-        self._phases: Phases | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the source of phases."""
@@ -67,7 +67,6 @@ class StepTime(Clocked[PhaseClock], Windowed):
         self._stop()
         super().on_train_start(trainer, pl_module)
         if self._window:
-            assert self._phases is not None
             self._clock = PhaseClock(trainer, self._phases, _PART_OF, begins_as="other")
             self._clock.split_pipeline(trainer.strategy)
 

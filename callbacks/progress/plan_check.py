@@ -42,6 +42,7 @@ class PlanCheck(Timed, Measured):
     """
 
     _warm_up = 2
+    _gradients = 0  # bytes
 
     def __init__(self, steps: int = 5, console: Console | None = None) -> None:
         if steps < 1:

@@ -100,7 +100,7 @@ class Throughput(Timed):
         """Stop counting before the optimizer computes."""
         self._counting.close()
 
-    on_exception = on_before_optimizer_step
+    on_exception = on_before_optimizer_step  # type: ignore[assignment]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
