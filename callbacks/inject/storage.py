@@ -34,6 +34,7 @@ class FullDisk(StopsWithTraining, Fault):
         if self._trainer is None and self.step >= self.at_step and self.strikes(trainer) and self.has_more():
             self._trainer = trainer
             _full.append(self)
+            PendingFolder.create_file = _create_file  # type: ignore[method-assign, assignment]
 
     def fails(self, save: str) -> bool:
         """Return whether files of the save with this token fail."""
@@ -45,6 +46,8 @@ class FullDisk(StopsWithTraining, Fault):
     def _stop(self) -> None:
         self._trainer = None
         _full[:] = [fault for fault in _full if fault is not self]
+        if not _full:
+            PendingFolder.create_file = _usual  # type: ignore[method-assign]
 
 
 _full: list[FullDisk] = []
@@ -57,9 +60,6 @@ def _create_file(pending: PendingFolder, name: str, rank: int, size: int | None 
         raise write_error(error, os.path.join(pending.target, name), size) from error
     created: HashedFile = _usual(pending, name, rank, size)
     return created
-
-
-PendingFolder.create_file = _create_file  # type: ignore[method-assign, assignment]
 
 
 class CorruptCheckpoint(Fault):
