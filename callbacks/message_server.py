@@ -5,42 +5,56 @@ Message length and time are bounded, and an error closes only the connection tha
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import selectors
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from trainwright.core.text.bounded import ContentError
 from trainwright.core.text.messages import LONGEST
 
 _log = logging.getLogger(__name__)
-_READ_BYTES = 1 << 16
 # Connections waiting to be accepted; beyond that the kernel makes clients retry after a second.
 _BACKLOG = 1024
-# Pause after a connection could not be accepted because the process is out of file descriptors.
+# Pause after a connection could not be accepted, as when the process is out of file descriptors.
 _PAUSE_SECONDS = 0.05
 
 
-class Peer:
+class Peer(asyncio.Protocol):
     """One connection.
 
     Args:
-        connection: accepted, non-blocking.
+        server: that has accepted it.
 
     Attributes:
         is_admitted: set it to let the connection stay idle.
         is_closed: whether it is closed.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.received, self.to_send = bytearray(), bytearray()
-        self.is_admitted = self.is_closed = self.is_last = False
+    transport: asyncio.Transport
+
+    def __init__(self, server: MessageServer) -> None:
+        self._server = server
+        self.received = b""
+        self.is_admitted = self.is_closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self.transport = transport  # type: ignore[assignment]
+        self._server.begin(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Handle what has arrived."""
+        self._server.receive(self, data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._server.close(self)
 
 
 class MessageServer:
@@ -80,29 +94,27 @@ class MessageServer:
     ) -> None:
         self._handle, self._lost, self._name = handle, lost, name
         self._end, self._longest, self._seconds, self._strangers = end, longest, seconds, strangers
-        self._due: dict[Peer, float] = {}  # deadline of the current message, earliest first
+        self._peers: set[Peer] = set()
+        self._due: dict[Peer, asyncio.TimerHandle] = {}  # ends of time limits, earliest first
         self._has_warned = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._stopping, self._wake = socket.socketpair()
-        self._selector.register(self._stopping, selectors.EVENT_READ)
-        close_in_children(self._listener, self._stopping, self._wake)
+        close_in_children(self._listener)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start serving."""
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept())
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread and close all connections."""
         if self._thread.is_alive():
-            self._wake.send(b"x")
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
             self._thread.join()
-        self._wake.close()
 
     # ---- for ``handle`` and ``lost`` ------------------------------------------------------------------------------
 
@@ -114,57 +126,70 @@ class MessageServer:
             message: with its terminator.
             last: close the connection afterwards.
         """
-        peer.to_send += message
-        peer.is_last = last
-        self._guarded(self._flush, peer)
+        if not peer.is_closed:
+            peer.transport.write(message)
+            if last:
+                # Closing with unread input would reset the connection and lose the answer.
+                peer.transport.write_eof()
 
     def close(self, peer: Peer) -> None:
         """Close a connection."""
-        if peer.is_closed:
-            return
-        peer.is_closed = True
-        self._due.pop(peer, None)
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
-        self._lost(peer)
+        if not peer.is_closed:
+            peer.is_closed = True
+            self._peers.discard(peer)
+            self._end_limit(peer)
+            peer.transport.abort()
+            self._lost(peer)
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._serve():
-                now = time.monotonic()
-                for peer in [peer for peer, due in self._due.items() if due <= now]:
-                    self.close(peer)
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._accepting)
         finally:
-            for key in list(self._selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-            self._selector.close()
+            self._listener.close()
+            for peer in self._peers:
+                peer.is_closed = True
+                peer.transport.abort()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
 
-    def _serve(self) -> bool:
-        due = next(iter(self._due.values()), None)
-        for key, events in self._selector.select(None if due is None else max(due - time.monotonic(), 0.0)):
-            if key.fileobj is self._stopping:
-                return False
-            if key.fileobj is self._listener:
-                self._accept()
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            if events & selectors.EVENT_WRITE:
-                self._guarded(self._flush, key.data)
-            if events & selectors.EVENT_READ:
-                self._guarded(self._receive, key.data)
-        return True
+            close_in_children(connection)
+            with suppress(OSError):  # already closed
+                keep_alive(connection)
+            await self._loop.connect_accepted_socket(partial(Peer, self), connection)
 
-    def _guarded(self, act: Callable[[Peer], None], peer: Peer) -> None:
-        """Act on an open connection; close it on failure."""
-        if peer.is_closed:
-            return
+    def begin(self, peer: Peer) -> None:
+        """Limit the time of a new connection, and close the oldest stranger if there are too many."""
+        self._peers.add(peer)
+        self._limit(peer)
+        strangers = [each for each in self._due if not each.is_admitted]
+        if len(strangers) > self._strangers:
+            self.close(strangers[0])
+
+    def receive(self, peer: Peer, data: bytes) -> None:
+        """Handle the messages that have arrived; close the connection on failure."""
         try:
-            act(peer)
-        except BlockingIOError:
-            pass
-        except OSError:  # the connection is gone
-            self.close(peer)
+            *messages, rest = (peer.received + data).split(self._end)
+            if len(max(messages, key=len, default=b"")) > self._longest or len(rest) > self._longest + len(self._end):
+                raise ContentError(f"a message has more than {self._longest} bytes")
+            peer.received = rest
+            for message in messages:
+                if not peer.is_closed:
+                    self._handle(peer, message)
+            if peer.is_admitted and not peer.is_closed:  # it may be idle, but not leave a message incomplete
+                if messages or not peer.received:
+                    self._end_limit(peer)
+                if peer.received and peer not in self._due:
+                    self._limit(peer)
         except Exception as error:  # one faulty peer must not stop the others
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True  # warn once: a peer that reconnects must not fill the log
@@ -172,53 +197,12 @@ class MessageServer:
             _log.log(level, "%s: closed a connection (%s); further ones are closed silently", self._name, text[:200])
             self.close(peer)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError:  # out of file descriptors
-            time.sleep(_PAUSE_SECONDS)
-            return
-        connection.setblocking(False)
-        close_in_children(connection)
-        peer = Peer(connection)
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._due[peer] = time.monotonic() + self._seconds
-        strangers = [each for each in self._due if not each.is_admitted]
-        if len(strangers) > self._strangers:
-            self.close(strangers[0])
-        with suppress(OSError):  # already closed
-            keep_alive(connection)
+    def _limit(self, peer: Peer) -> None:
+        self._due[peer] = self._loop.call_later(self._seconds, self.close, peer)
 
-    def _receive(self, peer: Peer) -> None:
-        received = peer.socket.recv(_READ_BYTES)
-        if not received:
-            raise ConnectionError
-        *messages, rest = (peer.received + received).split(self._end)
-        if len(max(messages, key=len, default=b"")) > self._longest or len(rest) > self._longest + len(self._end):
-            raise ContentError(f"a message has more than {self._longest} bytes")
-        peer.received = rest
-        for message in messages:
-            if not peer.is_closed:
-                self._handle(peer, bytes(message))
-        if peer.is_admitted and not peer.is_closed:  # it may be idle, but not leave a message incomplete
-            if messages or not peer.received:
-                self._due.pop(peer, None)
-            if peer.received:
-                self._due.setdefault(peer, time.monotonic() + self._seconds)
-
-    def _flush(self, peer: Peer) -> None:
-        try:
-            sent = peer.socket.send(peer.to_send) if peer.to_send else 0
-        except BlockingIOError:
-            sent = 0
-        del peer.to_send[:sent]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.to_send else 0)
-        self._selector.modify(peer.socket, events, peer)
-        if peer.is_last and not peer.to_send:
-            # Closing with unread input would reset the connection and lose the answer.
-            peer.socket.shutdown(socket.SHUT_WR)
+    def _end_limit(self, peer: Peer) -> None:
+        if peer in self._due:
+            self._due.pop(peer).cancel()
 
 
 def keep_alive(connection: socket.socket) -> None:

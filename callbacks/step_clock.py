@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, OPTIMIZER, Phases
@@ -26,7 +27,7 @@ class PhaseClock:
 
     def __init__(self, trainer: Any, phases: Phases, kind_of: Mapping[str, str], begins_as: str) -> None:
         measures = getattr(trainer.strategy, "measures", None)
-        self._waits: Any = _NoWaits() if measures is None else measures.measure_waits()
+        self._waits: Any = _no_waits() if measures is None else measures.measure_waits()
         self._spans: Spans = self._waits.new_spans()
         self._kind_of = kind_of
         self._kind = self._waits.kind = begins_as
@@ -83,22 +84,9 @@ class PhaseClock:
         self._waits.kind = kind
 
 
-class _NoWaits:
-    """The interface of ``Waits``, for strategies that measure none."""
-
-    kind = ""
-
-    def __init__(self) -> None:
-        self.spans = Spans()
-
-    def new_spans(self) -> Spans:
-        return Spans()
-
-    def refresh(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
+def _no_waits() -> Any:
+    """Return the interface of ``Waits``, for strategies that measure none."""
+    return SimpleNamespace(kind="", spans=Spans(), new_spans=Spans, refresh=lambda: None, stop=lambda: None)
 
 
 class StepClock(PhaseClock):

@@ -10,38 +10,17 @@ from lightning.pytorch import Trainer
 from trainwright.core.run.traits import traits_of
 
 
-class StepCounter:
-    """Detects in ``on_train_batch_end`` that an optimizer step has ended.
+def step_number(trainer: Trainer) -> int:
+    """Return the number of the current optimizer step, or of the next one between steps.
 
-    The result is equal on all ranks, because it depends on loop progress alone.
+    It is Lightning's for logged metrics: 0 first, one per batch even with several optimizers.
     """
-
-    def __init__(self) -> None:
-        self._seen = 0
-
-    def start(self, trainer: Trainer) -> None:
-        """Start counting; call in ``on_train_start``, since a resumed run does not start at 0."""
-        self._seen = trainer.global_step
-
-    def ended(self, trainer: Trainer) -> int | None:
-        """Return the number of the optimizer step that this micro-batch ended, or ``None``.
-
-        The number is Lightning's for logged metrics: 0 first, one per batch even with several optimizers.
-        """
-        if trainer.global_step == self._seen:
-            return None
-        self._seen = trainer.global_step
-        return self.next_number(trainer)
-
-    def next_number(self, trainer: Trainer) -> int:
-        """Return the number of the current optimizer step, or of the next one between steps."""
-        return trainer.fit_loop.epoch_loop._batches_that_stepped
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def steps_done(trainer: Trainer) -> int:
     """Return the optimizer steps done, including one just made; several optimizers count once."""
-    several = len(trainer.optimizers) > 1
-    return trainer.fit_loop.epoch_loop._batches_that_stepped if several else trainer.global_step
+    return step_number(trainer) if len(trainer.optimizers) > 1 else trainer.global_step
 
 
 def is_dropped(trainer: Trainer) -> bool:
@@ -52,11 +31,6 @@ def is_dropped(trainer: Trainer) -> bool:
 def are_synchronous(trainer: Any) -> bool:
     """Return whether all ranks are at the same optimizer step, so that any step may run a collective."""
     return traits_of(trainer.strategy).steps_are_collective
-
-
-def window_steps(every_n_steps: int | None, trainer: Trainer) -> int:
-    """Return the optimizer steps between two records: ``every_n_steps`` or ``log_every_n_steps``; 0 is off."""
-    return every_n_steps if every_n_steps is not None else trainer.log_every_n_steps  # type: ignore[attr-defined]
 
 
 def require_window(every_n_steps: int | None, owner: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from trainwright.callbacks.windows import StopsWithTraining
+from trainwright.callbacks.windows import Listening
 from trainwright.checkpoint.memory.snapshots import Snapshots
 from trainwright.core.run.phases import DATA
 
@@ -28,7 +28,7 @@ class Regroup(BaseException):
 
 
 @dataclass(eq=False, repr=False)
-class Regrouping(StopsWithTraining):
+class Regrouping(Listening):
     """Keeps in-memory copies of the run state, and leaves at a step boundary on request, with a copy of that step.
 
     Args:
@@ -44,19 +44,12 @@ class Regrouping(StopsWithTraining):
     must_leave: Callable[[int], bool]
     tell_step: Callable[[int], None]
 
-    def __post_init__(self) -> None:
-        self._end: Callable[[], object] = lambda: None
-        self._step = -1
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start listening to phases."""
         self._step = -1
         ours: Any = trainer
         ours.copies.request(mtbf=self.mtbf, at_once=True, memory=self.snapshots)
-        self._end = ours.phases.listen(lambda phase: self._hear(phase, ours))
-
-    def _stop(self) -> None:
-        self._end()
+        self._end_listening = ours.phases.listen(lambda phase: self._hear(phase, ours))
 
     def _hear(self, phase: str, trainer: Any) -> None:
         if phase != DATA or trainer.global_step == self._step:

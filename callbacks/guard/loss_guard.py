@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from trainwright.callbacks.guard.nonfinite import NonfiniteReport, any_nonfinite, describe, find_gradient, first_bad
 from trainwright.callbacks.guard.options import guard_problems
 from trainwright.callbacks.guard.verdict import DropStep, RollBack
-from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.steps import log_metrics, step_number
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.checkpoint.exchange.groups import wait_for_all
 from trainwright.core.problems import DivergedError
@@ -318,7 +318,7 @@ class LossGuard(Callback):
     # ---- logging ----------------------------------------------------------------------------------------------------
 
     def _log_z_score(self, trainer: Any, loss: float) -> None:
-        every, number = trainer.log_every_n_steps, trainer.fit_loop.epoch_loop._batches_that_stepped
+        every, number = trainer.log_every_n_steps, step_number(trainer)
         if not every or (number + 1) % every:
             return
         jump = self._history.jump(loss)
@@ -327,7 +327,7 @@ class LossGuard(Callback):
 
     def _log_counts(self, trainer: Trainer) -> None:
         values = {f"guard/{name}": float(value) for name, value in self.counts.items()}
-        log_metrics(trainer, values, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        log_metrics(trainer, values, step_number(trainer))
 
 
 def _scaler(trainer: Trainer) -> Any:

@@ -72,6 +72,7 @@ class Fault(Callback):
         rank: global rank to strike; ``None``: every rank.
         at_step: optimizer step.
         times: strikes per rank, restarts included; ``None``: whenever the step is reached.
+        **options: of the kind of fault; they become attributes.
 
     Attributes:
         step: the current or last optimizer step.
@@ -80,10 +81,11 @@ class Fault(Callback):
     sentence = ""
     """The expression that a user would type."""
 
-    def __init__(self, rank: int | None, at_step: int, times: int | None) -> None:
+    def __init__(self, rank: int | None, at_step: int, times: int | None, **options: Any) -> None:
         self.rank = rank
         self.at_step = at_step
         self.times = times
+        vars(self).update(options)
         self.step = 0
         self._firings: Firings | None = None
         self._key = ""
@@ -212,7 +214,7 @@ class _WrappedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step: Any = self.__wrapped__
         for fault in self.faults:
-            step = partial(_run, fault, step)
+            step = partial(lambda fault, step, *args, **kwargs: fault.around(step, args, kwargs), fault, step)
         return step(*args, **kwargs)
 
     def restore(self) -> None:
@@ -220,7 +222,3 @@ class _WrappedStep:
             del self._attributes[STEP]
         else:
             self._attributes[STEP] = self._own
-
-
-def _run(fault: StepFault, step: Any, *args: Any, **kwargs: Any) -> Any:
-    return fault.around(step, args, kwargs)

@@ -25,10 +25,8 @@ _SHOWN = 8
 class Spike(StepFault):
     """See :func:`trainwright.callbacks.inject.spike`."""
 
-    def __init__(self, rank: int | None, at_step: int, factor: float, times: int | None) -> None:
-        super().__init__(rank, at_step, times)
-        self.factor = factor
-        self._done = False
+    factor: float
+    _done = False
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the step."""
@@ -80,12 +78,13 @@ class _OfParameter(Fault):
 class NaN(_OfParameter, Spike):
     """See :func:`trainwright.callbacks.inject.nan`."""
 
-    def __init__(self, rank: int | None, at_step: int, where: str, parameter: str | None, times: int | None) -> None:
-        Spike.__init__(self, rank, at_step, math.nan, times)
-        self.where = where
-        self.parameter = parameter
+    factor = math.nan
+    where: str
+    _is_chosen = False  # whether a gradient has been picked
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._handles: list[RemovableHandle] = []
-        self._is_chosen = False  # whether a gradient has been picked
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the step, or hook the module that uses the parameter: only then a strategy has gathered it."""
@@ -129,12 +128,7 @@ class NaN(_OfParameter, Spike):
 class FlipBit(_OfParameter):
     """See :func:`trainwright.callbacks.inject.flip_bit`."""
 
-    def __init__(
-        self, rank: int | None, at_step: int, parameter: str | None, bit: int | None, times: int | None
-    ) -> None:
-        super().__init__(rank, at_step, times)
-        self.parameter = parameter
-        self.bit = bit
+    bit: int | None
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Flip the bit.
@@ -157,13 +151,12 @@ class FlipBit(_OfParameter):
 class Slow(StepFault):
     """See :func:`trainwright.callbacks.inject.slow`."""
 
-    def __init__(self, rank: int | None, factor: float, from_step: int, to_step: int | None) -> None:
-        super().__init__(rank, from_step, None)
-        self.factor = factor
-        self.to_step = to_step
-        self._device = torch.device("cpu")
-        self._since: float | None = None  # processor time of this thread at the last micro-batch
-        self._is_slow = False
+    factor: float
+    to_step: int | None
+    _since: float | None  # processor time of this thread at the last micro-batch
+
+    def __init__(self, rank: int | None, from_step: int, **options: Any) -> None:
+        super().__init__(rank, from_step, None, **options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset."""

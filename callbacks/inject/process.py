@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.inject.fault import Fault, StepFault
 from trainwright.callbacks.inject.rules import STEP
-from trainwright.callbacks.windows import StopsWithTraining
+from trainwright.callbacks.windows import Listening
 from trainwright.core.run.phases import DATA
 from trainwright.core.torch_internals import tree_leaves
 
@@ -31,29 +31,23 @@ _TOO_MANY_BYTES = 1 << 50
 class Kill(Fault):
     """See :func:`trainwright.callbacks.inject.kill`."""
 
-    def __init__(self, rank: int | None, at_step: int, signal: int, times: int | None) -> None:
-        super().__init__(rank, at_step, times)
-        self.signal = signal
+    signal: int
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send the signal."""
         os.kill(os.getpid(), self.signal)
 
 
-class Stop(Fault):
+class Stop(Kill):
     """See :func:`trainwright.callbacks.inject.stop`."""
 
-    def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop all threads of this process."""
-        os.kill(os.getpid(), signals.SIGSTOP)
+    signal = signals.SIGSTOP
 
 
 class Exit(Fault):
     """See :func:`trainwright.callbacks.inject.exit`."""
 
-    def __init__(self, rank: int | None, at_step: int, code: int, times: int | None) -> None:
-        super().__init__(rank, at_step, times)
-        self.code = code
+    code: int
 
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exit the interpreter."""
@@ -74,10 +68,8 @@ class OutOfMemory(StepFault):
 class RaiseIn(Fault):
     """See :func:`trainwright.callbacks.inject.raise_in`; :func:`raise_in` overrides the given hook."""
 
-    def __init__(self, hook: str, rank: int | None, at_step: int, error: Exception | None, times: int | None) -> None:
-        super().__init__(rank, at_step, times)
-        self.hook = hook
-        self.error = error
+    hook: str
+    error: Exception | None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Track the current step."""
@@ -103,7 +95,7 @@ class RaiseInStep(RaiseIn, StepFault):
 def raise_in(hook: str, rank: int | None, at_step: int, error: Exception | None, times: int | None) -> RaiseIn:
     """Create a callback that overrides only the given hook, so that no other hook runs."""
     if hook == STEP:
-        return RaiseInStep(hook, rank, at_step, error, times)
+        return RaiseInStep(rank, at_step, times, hook=hook, error=error)
     usual = getattr(RaiseIn, hook)
 
     def raise_or_continue(self: RaiseIn, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -111,17 +103,14 @@ def raise_in(hook: str, rank: int | None, at_step: int, error: Exception | None,
         self.raise_if_due(trainer)
 
     kind: type[RaiseIn] = type(RaiseIn.__name__, (RaiseIn,), {hook: raise_or_continue})
-    return kind(hook, rank, at_step, error, times)
+    return kind(rank, at_step, times, hook=hook, error=error)
 
 
-class Hang(StopsWithTraining, StepFault):
+class Hang(Listening, StepFault):
     """See :func:`trainwright.callbacks.inject.hang`."""
 
-    def __init__(self, rank: int | None, at_step: int, how: str, times: int | None) -> None:
-        super().__init__(rank, at_step, times)
-        self.how = how
-        self._group: dist.ProcessGroup | None = None  # that no other rank enters
-        self._end_listening: Callable[[], object] = lambda: None
+    how: str
+    _group: dist.ProcessGroup | None = None  # that no other rank enters
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the process group for ``skip_collective`` (a collective), or listen to phases for ``data``."""
@@ -145,9 +134,6 @@ class Hang(StopsWithTraining, StepFault):
         """Hang."""
         _HANGS[self.how](self._group)
         raise AssertionError(f"{self.sentence} has ended")
-
-    def _stop(self) -> None:
-        self._end_listening()
 
     def _hear(self, trainer: Trainer, phase: str) -> None:
         if phase != DATA:

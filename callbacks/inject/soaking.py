@@ -113,7 +113,7 @@ class Soak(Fault):
 
 
 _PARTS = {
-    "kill": lambda: Kill(None, 0, 9, None),
+    "kill": lambda: Kill(None, 0, None, signal=9),
     "stop": lambda: Stop(None, 0, None),
-    "exit": lambda: Exit(None, 0, 1, None),
+    "exit": lambda: Exit(None, 0, None, code=1),
 }

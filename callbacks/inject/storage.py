@@ -33,7 +33,8 @@ class FullDisk(StopsWithTraining, Fault):
         self.reach(trainer)
         if self._trainer is None and self.step >= self.at_step and self.strikes(trainer) and self.has_more():
             self._trainer = trainer
-            _Disk.fill(self)
+            _full.append(self)
+            PendingFolder.create_file = _create_file  # type: ignore[method-assign, assignment]
 
     def fails(self, save: str) -> bool:
         """Return whether files of the save with this token fail."""
@@ -44,35 +45,20 @@ class FullDisk(StopsWithTraining, Fault):
 
     def _stop(self) -> None:
         self._trainer = None
-        _Disk.empty(self)
+        _full[:] = [fault for fault in _full if fault is not self]
+        if not _full:
+            PendingFolder.create_file = _usual  # type: ignore[method-assign]
 
 
-class _Disk:
-    """Patch of the function that creates checkpoint files, shared by all faults that fill the disk."""
-
-    full: tuple[FullDisk, ...] = ()
-    usual: Any = None
-
-    @classmethod
-    def fill(cls, fault: FullDisk) -> None:
-        if not cls.full:
-            cls.usual = PendingFolder.create_file
-            PendingFolder.create_file = _create_file  # type: ignore[method-assign, assignment]
-        cls.full = (*cls.full, fault)
-
-    @classmethod
-    def empty(cls, fault: FullDisk) -> None:
-        if fault in cls.full:
-            cls.full = tuple(each for each in cls.full if each is not fault)
-            if not cls.full:
-                PendingFolder.create_file = cls.usual  # type: ignore[method-assign]
+_full: list[FullDisk] = []
+_usual: Any = PendingFolder.create_file
 
 
 def _create_file(pending: PendingFolder, name: str, rank: int, size: int | None = None) -> HashedFile:
-    if any(fault.fails(pending.token) for fault in _Disk.full):
+    if any(fault.fails(pending.token) for fault in _full):
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise write_error(error, os.path.join(pending.target, name), size) from error
-    created: HashedFile = _Disk.usual(pending, name, rank, size)
+    created: HashedFile = _usual(pending, name, rank, size)
     return created
 
 

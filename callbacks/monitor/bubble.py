@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.monitor.records import publish
+from trainwright.callbacks.steps import step_number
 from trainwright.callbacks.windows import StopsWithTraining, Windowed
 
 
@@ -36,8 +36,7 @@ class Bubble(StopsWithTraining, Windowed):
         self.latest: dict[str, Any] = {}
         self._timeline: Any = None
         self._step: int | None = None  # the measured step
-        self._began = 0.0
-        self._is_measuring = False
+        self._began = 0.0  # 0: not measuring
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check for a pipeline."""
@@ -46,35 +45,30 @@ class Bubble(StopsWithTraining, Windowed):
         self._timeline = None if measures is None else measures.pipeline_timeline()
         if self._timeline is None:
             self._window = 0
-        self._step = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start measuring in the last step of a window."""
-        if not self._window:
-            return
-        step = self._steps.next_number(trainer)
-        if self._ends_window(step) and step != self._step:
-            self._step, self._began, self._is_measuring = step, time.time(), True
+        if self._in_last_step(trainer) and self._step != step_number(trainer):
+            self._step, self._began = step_number(trainer), time.time()
             self._timeline.start()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Mark the start of the optimizer."""
-        if self._is_measuring:
+        if self._began:
             self._timeline.optimizer()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Report a measured step."""
-        if self._step is None or not self._is_measuring:
+        if self._step is None or not self._began:
             return
-        self._is_measuring = False
+        began, self._began = self._began, 0.0
         self._timeline.stop()
         seconds, entries = self._timeline.take()
         busy = sum(each.end - each.begin for each in entries)
         idle = max(seconds - busy, 0.0)
         timeline = [list(each) for each in entries]
-        self.latest = {"busy": busy, "idle": idle, "began": self._began, "timeline": timeline}
-        emit(trainer, "bubble", self.latest, self._step + 1)
-        log_metrics(trainer, {"pipeline/idle_share": idle / max(seconds, 1e-9)}, self._step)
+        self.latest = {"busy": busy, "idle": idle, "began": began, "timeline": timeline}
+        publish(trainer, self._step, "bubble", self.latest, {"pipeline/idle_share": idle / max(seconds, 1e-9)})
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Discard the measurement."""
@@ -87,6 +81,6 @@ class Bubble(StopsWithTraining, Windowed):
         self._timeline = None
 
     def _stop(self) -> None:
-        self._step, self._is_measuring = None, False
+        self._step, self._began = None, 0.0
         if self._timeline is not None:
             self._timeline.stop()

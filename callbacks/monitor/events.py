@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,7 +12,7 @@ from trainwright.callbacks.end.preemption import Preempted
 from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.callbacks.monitor.records import emit, read_records, records_path
 from trainwright.callbacks.steps import steps_done
-from trainwright.callbacks.windows import StopsWithTraining
+from trainwright.callbacks.windows import Listening
 from trainwright.checkpoint.memory.snapshots import Snapshot
 from trainwright.core.failures.error_text import named_line
 from trainwright.core.run.phases import SAVING, VALIDATION
@@ -21,7 +21,7 @@ from trainwright.core.run.traits import traits_of
 _TIMED = {SAVING: "checkpoint", VALIDATION: "validation"}
 
 
-class Events(StopsWithTraining):
+class Events(Listening):
     """Emit ``event`` records on every rank: ``what``, a ``text`` and ``seconds`` (0 if unknown).
 
     - ``checkpoint`` and ``validation``, with the seconds for which training was blocked (of a validation, without the
@@ -37,11 +37,9 @@ class Events(StopsWithTraining):
     def __init__(self, run_dir: str | None = None) -> None:
         self.run_dir = run_dir
         self._is_restart = False
-        self._end: Callable[[], object] = lambda: None
         self._what = ""  # in progress
         self._since = 0.0
-        self._spent = 0.0  # before an interruption
-        self._interrupted: list[float] = []  # seconds of validations that a checkpoint interrupts
+        self._spent: dict[str, float] = defaultdict(float)  # seconds so far; a checkpoint may interrupt a validation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Detect a restart, and start listening to phases."""
@@ -51,7 +49,7 @@ class Events(StopsWithTraining):
         path = None if self.run_dir is None else records_path(self.run_dir, trainer.global_rank)
         self._is_restart = path is not None and next(read_records(path), None) is not None
         self._what = ""
-        self._end = phases_of(trainer).listen(lambda phase: self._hear(trainer, phase))
+        self._end_listening = phases_of(trainer).listen(lambda phase: self._hear(trainer, phase))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a restart or a recovery."""
@@ -73,24 +71,12 @@ class Events(StopsWithTraining):
         self._emit(trainer, what, named_line(exception))
         super().on_exception(trainer, pl_module, exception)
 
-    def _stop(self) -> None:
-        self._end()
-
     def _hear(self, trainer: Trainer, phase: str) -> None:
-        what = _TIMED.get(phase, "")
-        if what == self._what:
-            return
-        now = time.perf_counter()
-        if self._what:
-            self._spent += now - self._since
-        if self._what == "validation" and what == "checkpoint":
-            self._interrupted.append(self._spent)
-        elif self._what:
-            self._emit(trainer, self._what, "", self._spent)
-        self._spent = 0.0
-        if what == "validation" and self._interrupted:
-            self._spent = self._interrupted.pop()
-        self._what, self._since = what, now
+        before, self._what, now = self._what, _TIMED.get(phase, ""), time.perf_counter()
+        self._spent[before] += now - self._since
+        self._since = now
+        if before not in ("", self._what) and (before, self._what) != ("validation", "checkpoint"):
+            self._emit(trainer, before, "", self._spent.pop(before))
 
     def _emit(self, trainer: Trainer, what: str, text: str, seconds: float = 0.0) -> None:
         emit(trainer, "event", {"what": what, "text": text, "seconds": seconds})

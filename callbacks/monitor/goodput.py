@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from trainwright.callbacks.monitor.records import emit, read_records, records_path
-from trainwright.callbacks.steps import log_metrics, steps_done
+from trainwright.callbacks.monitor.records import publish, read_records, records_path
+from trainwright.callbacks.steps import steps_done
 
 # Stretches kept apart; older ones are merged.
 _MOST = 1000
@@ -88,8 +88,7 @@ class Goodput(Callback):
         wall = max(float(record["time"]) - self._began, 1e-9)
         counted = sum(each.seconds for each in self._stretches)
         self.latest = {"share": counted / wall, "counted": counted, "wall": wall, "began": self._began}
-        emit(trainer, "goodput", self.latest, int(record["step"]))
-        log_metrics(trainer, {"goodput": self.latest["share"]}, int(record["step"]) - 1)
+        publish(trainer, int(record["step"]) - 1, "goodput", self.latest, {"goodput": self.latest["share"]})
 
     def _add(self, record: Mapping[str, Any]) -> None:
         end, steps = int(record["step"]), int(record["steps"])

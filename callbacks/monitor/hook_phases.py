@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, VALIDATION, Phases
+from trainwright.core.run.phases import BACKWARD, DATA, FORWARD, HOOKS, IDLE, OPTIMIZER, SAVING, VALIDATION, Phases
 
 
 class HookPhases(Callback):
@@ -22,6 +22,10 @@ class HookPhases(Callback):
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
 
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Begin to wait for the next batch, if there is one."""
+        self.phases.begin(IDLE if trainer.is_last_batch else DATA)
+
 
 def _begin(phase: str) -> Callable[..., None]:
     return lambda self, *_: self.phases.begin(phase)
@@ -34,10 +38,10 @@ for _hook, _phase in {
     "on_before_backward": BACKWARD,
     "on_after_backward": OPTIMIZER,
     "on_before_optimizer_step": OPTIMIZER,
-    "on_train_batch_end": DATA,
     "on_validation_start": VALIDATION,
     "on_validation_end": HOOKS,
-    "on_train_end": IDLE,
+    "on_save_checkpoint": SAVING,
+    "on_train_epoch_end": IDLE,
 }.items():
     setattr(HookPhases, _hook, _begin(_phase))
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
-from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.monitor.records import publish
 from trainwright.callbacks.windows import Windowed
 
 _PROC = Path("/proc/self/statm")
@@ -35,21 +34,14 @@ class Memory(Windowed):
         ValueError: if ``every_n_steps`` is less than 1.
     """
 
-    # Only sizes are read.
-    looks_at_parameters = False
-
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, int] = {}
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Report at the end of a window."""
-        step = self._ended(trainer)
-        if step is None:
-            return
+    def _report(self, trainer: Trainer, step: int) -> None:
         self.latest = _held(trainer)
-        emit(trainer, "memory", self.latest, step + 1)
-        log_metrics(trainer, {f"memory/{name}": float(value) for name, value in self.latest.items()}, step)
+        metrics = {f"memory/{name}": float(value) for name, value in self.latest.items()}
+        publish(trainer, step, "memory", self.latest, metrics)
 
 
 def _held(trainer: Any) -> dict[str, int]:

@@ -57,14 +57,9 @@ class Norms(Windowed):
                 f"{type(trainer.strategy).__name__}. Leave it out, or choose another strategy."
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting steps."""
-        super().on_train_start(trainer, pl_module)
-        self._squares = None
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Square the gradients of this optimizer locally, in the last step of a window."""
-        if not self._ends_window(self._steps.next_number(trainer)):
+        if not self._in_last_step(trainer):
             return
         strategy: Any = trainer.strategy
         if self._squares is None:
@@ -74,11 +69,14 @@ class Norms(Windowed):
         gradients = [(name, gradient) for name, gradient in strategy.named_gradients() if id(gradient) in held]
         self._squares[0] += strategy.squares_by_block(gradients)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         """At the end of a window, reduce and log."""
-        squares, self._squares = self._squares, None
-        step = self._steps.ended(trainer)
-        if step is None or squares is None:
+        super().on_train_batch_end(*args)
+        self._squares = None  # if the step was dropped
+
+    def _report(self, trainer: Trainer, step: int) -> None:
+        squares = self._squares
+        if squares is None:
             return
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(squares)

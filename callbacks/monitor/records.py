@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
-from trainwright.callbacks.steps import steps_done
+from trainwright.callbacks.steps import log_metrics, steps_done
 from trainwright.core.text.plain import finite
 
 FOLDER = "monitor"
@@ -38,6 +38,12 @@ def emit(trainer: Any, kind: str, values: Mapping[str, Any], step: int | None = 
     for callback in trainer.callbacks:
         if hasattr(callback, "on_record"):
             callback.on_record(trainer, record)
+
+
+def publish(trainer: Any, step: int, kind: str, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Emit the values of the optimizer step numbered ``step`` as a record, and log metrics of them."""
+    emit(trainer, kind, values, step + 1)
+    log_metrics(trainer, metrics, step)
 
 
 def records_path(run_dir: str | Path, rank: int) -> Path:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from lightning.pytorch import Trainer
 
-from lightning.pytorch import LightningModule, Trainer
-
-from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import log_metrics
+from trainwright.callbacks.monitor.records import publish
 from trainwright.callbacks.windows import Windowed
 
 
@@ -22,16 +19,8 @@ class LossScale(Windowed):
         ValueError: if ``every_n_steps`` is less than 1.
     """
 
-    looks_at_parameters = False
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Report at the end of a window."""
-        step = self._ended(trainer)
-        if step is None:
-            return
+    def _report(self, trainer: Trainer, step: int) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is None or not scaler.is_enabled():
-            return
-        scale = float(scaler.get_scale())
-        emit(trainer, "scale", {"scale": scale}, step + 1)
-        log_metrics(trainer, {"loss_scale": scale}, step)
+        if scaler is not None and scaler.is_enabled():
+            scale = float(scaler.get_scale())
+            publish(trainer, step, "scale", {"scale": scale}, {"loss_scale": scale})

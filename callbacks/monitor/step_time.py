@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import LightningModule, Trainer
 
 from trainwright.callbacks.monitor.hook_phases import phases_of
@@ -41,9 +39,9 @@ class StepTime(Clocked[PhaseClock], Windowed):
     device is synchronized only at the end of a window. The first step of a run (compilation, warm-up) gets a record of
     its own and is not logged. On CUDA all times are those of the compute stream.
 
-    With Lightning's own Trainer parts come from hooks and the host clock: time between hooks, checkpoints included, is
-    ``data``. With Lightning's own strategies waits belong to the part they occur in. In a pipeline, backward of the
-    stages is ``backward`` and the rest of the step ``forward``.
+    With Lightning's own Trainer parts come from hooks and the host clock: time between hooks is ``data``. With
+    Lightning's own strategies waits belong to the part they occur in. In a pipeline, backward of the stages is
+    ``backward`` and the rest of the step ``forward``.
 
     Args:
         every_n_steps: optimizer steps of a window; ``None``: the Trainer's ``log_every_n_steps`` (where 0 is off).
@@ -52,15 +50,12 @@ class StepTime(Clocked[PhaseClock], Windowed):
         latest: seconds of a step by part in the last window, and in total as ``step``; empty before the first.
     """
 
-    # The strategy may still be receiving the weights of this step.
-    looks_at_parameters = False
+    _warm_up = 1
+    _phases: Phases
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
         self.latest: dict[str, float] = {}
-        self._done = 0  # steps in this window
-        self._is_first = True
-        self._phases: Phases | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the source of phases."""
@@ -69,51 +64,38 @@ class StepTime(Clocked[PhaseClock], Windowed):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring."""
-        super().on_train_start(trainer, pl_module)
         self._stop()
-        if not self._window:
-            return
-        assert self._phases is not None
-        self._done, self._is_first = 0, True
-        self._clock = PhaseClock(trainer, self._phases, _PART_OF, begins_as="other")
-        self._clock.split_pipeline(trainer.strategy)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Report at the end of a window."""
-        if self._clock is None:
-            return
-        step = self._steps.ended(trainer)
-        if step is None:
-            return
-        self._done += 1
-        if self._is_first or self._ends_window(step):
-            self._report(trainer, step)
+        super().on_train_start(trainer, pl_module)
+        if self._window:
+            self._clock = PhaseClock(trainer, self._phases, _PART_OF, begins_as="other")
+            self._clock.split_pipeline(trainer.strategy)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a new window; time spent on undone steps is dropped."""
         super().on_gone_back(trainer, pl_module)
-        self._done = 0
         if self._clock is not None:
+            self._done = 0
             self._clock.spent_and_waited(wait_for_device=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report an incomplete window."""
-        if self._clock is not None and self._done:
-            self._report(trainer, self._steps.next_number(trainer) - 1)
+        self._report_rest(trainer)
         self._stop()
 
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        self._emit(trainer, step, 1)
+
     def _report(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        seconds = parts_of(*self._clock.spent_and_waited(wait_for_device=True))
-        total, done = sum(seconds.values()), self._done
-        emit(trainer, "step", {"seconds": seconds, "total": total, "steps": done}, step + 1)
-        self._done = 0
-        if self._is_first:
-            self._is_first = False
-            return
-        self.latest = {part: value / done for part, value in seconds.items()} | {"step": total / done}
+        seconds, done = self._emit(trainer, step, self._done), self._done
+        self.latest = {part: value / done for part, value in seconds.items()}
+        self.latest["step"] = sum(seconds.values()) / done
         log_metrics(trainer, {f"time/{name}": value for name, value in self.latest.items()}, step)
-        self._clock.refresh()
+        self._running_clock.refresh()
+
+    def _emit(self, trainer: Trainer, step: int, steps: int) -> dict[str, float]:
+        seconds = parts_of(*self._running_clock.spent_and_waited(wait_for_device=True))
+        emit(trainer, "step", {"seconds": seconds, "total": sum(seconds.values()), "steps": steps}, step + 1)
+        return seconds
 
 
 def parts_of(spent: dict[str, float], waited: dict[str, float]) -> dict[str, float]:

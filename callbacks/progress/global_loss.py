@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import are_synchronous, is_dropped, log_metrics
+from trainwright.callbacks.steps import are_synchronous, is_dropped, log_metrics, step_number
 from trainwright.callbacks.windows import Windowed
 
 _ADVICE = "Lower the learning rate (optimizer.lr=...)"
@@ -66,8 +66,8 @@ class GlobalLoss(Windowed):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset, and start counting."""
+        self._pending, self.diverged = [], None
         super().on_train_start(trainer, pl_module)
-        self._micro_losses, self._weight, self._pending, self.diverged = [], 0.0, [], None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -81,43 +81,41 @@ class GlobalLoss(Windowed):
             self._weight += loss_weight(trainer, batch_idx)
         if is_dropped(trainer):
             self._micro_losses, self._weight = [], 0.0
-        step = self._steps.ended(trainer)
-        if step is None:
-            return
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _end_step(self, trainer: Trainer, step: int) -> None:
         weights = getattr(trainer, "token_weights", None)
         if weights is not None and weights.step_loss is not None:
             self._micro_losses, self._weight = [weights.step_loss], 1.0
         # With manual optimization losses are not divided, but summed.
-        weight = self._weight if pl_module.automatic_optimization else float(bool(self._micro_losses))
+        is_mean = trainer.lightning_module.automatic_optimization
+        weight = self._weight if is_mean else float(bool(self._micro_losses))
         self._pending.append((step, self._micro_losses, round(weight, 9)))  # exactly 1 for a whole step
         self._micro_losses, self._weight = [], 0.0
-        if self._ends_window(step):
-            self._write(trainer)
+        super()._end_step(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop pending losses of steps that will be repeated."""
         super().on_gone_back(trainer, pl_module)
         self._micro_losses, self._weight = [], 0.0
-        next_step = self._steps.next_number(trainer)
+        next_step = step_number(trainer)
         self._pending = [each for each in self._pending if each[0] < next_step]
         if self.diverged is not None and self.diverged.step >= next_step:
             self.diverged = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log pending losses, so that logs are complete up to a validation."""
-        self._write(trainer)
+        """Log pending losses, so that logs are complete up to a validation or the end."""
+        self._report(trainer)
+
+    on_train_end = on_validation_start
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Flush pending losses to disk: a run resumed from this state does not repeat these steps."""
-        self._write(trainer)
+        self._report(trainer)
         for logger in trainer.loggers:
             logger.save()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the rest."""
-        self._write(trainer)
-
-    def _write(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer, step: int = 0) -> None:
         if not self._pending:
             return
         steps = [step for step, *_ in self._pending]
@@ -130,7 +128,7 @@ class GlobalLoss(Windowed):
         known = [0.0 if value is None else value for value in losses]
         first = first_nonfinite(known) if self.diverged is None else None
         if first is not None:
-            self._report(trainer, steps[first], known[first], own[first])
+            self._report_divergence(trainer, steps[first], known[first], own[first])
 
     def _averaged(self, trainer: Trainer) -> tuple[Tensor, list[float | None]]:
         """Return the loss of each pending step on this rank, and over data ranks; ``None`` if none has one."""
@@ -145,7 +143,7 @@ class GlobalLoss(Windowed):
         means = (values / weights).tolist()
         return own, [mean if weight else None for mean, weight in zip(means, weights.tolist(), strict=True)]
 
-    def _report(self, trainer: Trainer, step: int, loss: float, own: Tensor) -> None:
+    def _report_divergence(self, trainer: Trainer, step: int, loss: float, own: Tensor) -> None:
         """Report a non-finite loss. A collective with synchronous ranks, which have all seen it."""
         together = are_synchronous(trainer)
         self.diverged = Divergence(step, loss, _ranks_where(not bool(own.isfinite()), trainer))

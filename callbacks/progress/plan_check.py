@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 from torch.optim import Optimizer
 
 from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import StepCounter, are_synchronous
+from trainwright.callbacks.steps import are_synchronous, step_number
+from trainwright.callbacks.windows import Measured, Timed
 from trainwright.core.failures.records import write_whole
 
 FILE = "plan.json"
 _MIB = 2**20
-# First steps that are not measured: compilation, warm caches, connections.
-_WARM_UP = 2
-_STATE = ("parameters", "gradients", "optimizer")
 
 
-class PlanCheck(Callback):
+class PlanCheck(Timed, Measured):
     """Compare step time and bytes of the fullest rank with the prediction in ``plan.json``, once.
 
     A run has a ``plan.json`` after ``strategy=auto`` or ``micro_batch_size=auto``. Without one, with another layout
@@ -44,74 +41,47 @@ class PlanCheck(Callback):
         ValueError: if ``steps`` is less than 1.
     """
 
+    _warm_up = 2
+    _gradients = 0  # bytes
+
     def __init__(self, steps: int = 5, console: Console | None = None) -> None:
         if steps < 1:
             raise ValueError(f"PlanCheck(steps={steps}) (allowed: 1 or more optimizer steps)")
+        super().__init__(steps)
         self.steps = steps
         self.console = console or Console()
         self.measured: dict[str, Any] | None = None
-        self._steps = StepCounter()
         self._plan: dict[str, Any] | None = None
-        self._done = -_WARM_UP
-        self._begin = 0.0
-        self._paused = 0.0
-        self._bytes = dict.fromkeys(_STATE, 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the plan if it fits this layout. A collective if the run can be measured."""
+        super().on_train_start(trainer, pl_module)
         self._plan = None
         if self.measured is None and _is_measurable(trainer):
             # Other machines may have their own run directory, without the file.
             self._plan = trainer.strategy.broadcast(_plan_of(trainer) if trainer.is_global_zero else None)
-        self.on_gone_back(trainer, pl_module)
+        self._window = 0 if self._plan is None else self.steps
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure gradients, which are complete now."""
-        if self._plan is not None and self._done >= 0:
-            self._bytes["gradients"] = max(self._bytes["gradients"], _held(trainer).gradients)
+        if self._window and self._done >= 0:
+            self._gradients = max(self._gradients, _held(trainer).gradients)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count steps; report after enough of them, in a collective."""
-        if self._plan is None or self._steps.ended(trainer) is None:
-            return
-        self._done += 1
-        if self._done == 0:
-            self._start(trainer)
-        elif self._done == self.steps:
-            self._report(trainer)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the clock."""
-        self._paused -= time.perf_counter()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the clock."""
-        self._paused += time.perf_counter()
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start over, warm-up included."""
-        self._steps.start(trainer)
-        self._done, self._bytes = -_WARM_UP, dict.fromkeys(_STATE, 0)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report a shorter run; a collective if a step was measured."""
-        if self._plan is not None and self._done > 0:
-            self._report(trainer)
-
-    def _start(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: Trainer, step: int) -> None:
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-        self._paused, self._begin = 0.0, time.perf_counter()
+        self._gradients = 0
+        super()._begin(trainer, step)
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer, step: int) -> None:
         assert self._plan is not None
-        plan, self._plan = self._plan, None
+        plan, self._plan, self._window = self._plan, None, 0
         seconds, held = self._most_of_any_rank(trainer)
         predicted = plan["chosen"]
         line = _line(seconds, held, predicted)
-        done = trainer.fit_loop.epoch_loop._batches_that_stepped
+        done = step_number(trainer)
         self.measured = {"seconds": {"step": seconds}, "bytes": held, "steps": self._done, "until_step": done}
         self.measured["line"] = line
         if not trainer.is_global_zero:
@@ -126,9 +96,9 @@ class PlanCheck(Callback):
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = (time.perf_counter() - self._begin - self._paused) / self._done
+        seconds = self._seconds() / self._done
         held = _held(trainer)
-        found = {"parameters": held.parameters, "gradients": self._bytes["gradients"], "optimizer": held.optimizer}
+        found = {"parameters": held.parameters, "gradients": self._gradients, "optimizer": held.optimizer}
         if device.type == "cuda":
             found["total"] = torch.cuda.max_memory_allocated(device)
         own = torch.tensor([seconds * 1e6, *found.values()], dtype=torch.int64, device=device)

@@ -103,7 +103,8 @@ def _parameters(trainer: Trainer, pl_module: LightningModule, held: tuple[int, i
 def _global_batch(trainer: Trainer) -> str:
     batch = getattr(trainer, "global_batch", None)
     if batch is None:  # Lightning's own Trainer
-        ranks = _count(_data_ranks(trainer), "data rank")
+        ours = getattr(trainer.strategy, "ranks", None)
+        ranks = _count(trainer.world_size if ours is None else ours.num_data_ranks, "data rank")
         return f"micro-batch x accumulation {trainer.accumulate_grad_batches} x {ranks}"
     return (
         f"{_count(batch.size, 'sample')} a step = micro-batch {batch.micro_batch_size} "
@@ -127,10 +128,6 @@ def _span(least: int, most: int) -> str:
     """Format bytes: one number if both read the same."""
     first, last = (f"{size / MIB:,.2f}" for size in (least, most))
     return f"{last} MiB" if first == last else f"{first} to {last} MiB"
-
-
-def _data_ranks(trainer: Trainer) -> int:
-    return int(trainer.strategy.ranks.num_data_ranks) if hasattr(trainer.strategy, "ranks") else trainer.world_size
 
 
 def _count(number: int, noun: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from trainwright.callbacks.monitor.flops import CountedOperations
-from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import are_synchronous, log_metrics
-from trainwright.callbacks.windows import Windowed
+from trainwright.callbacks.monitor.records import publish
+from trainwright.callbacks.steps import are_synchronous
+from trainwright.callbacks.windows import Timed
 
 
-class Throughput(Windowed):
+class Throughput(Timed):
     """Log ``samples_per_second`` and ``step_seconds`` over windows of optimizer steps: of all ranks together, or of
     rank 0 if steps are asynchronous (trait ``steps_are_collective`` is false).
 
@@ -49,6 +49,7 @@ class Throughput(Windowed):
 
     # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
+    _warm_up = 1
 
     def __init__(
         self,
@@ -70,13 +71,10 @@ class Throughput(Windowed):
         self.flops_per_sample: float | None = None
         self.latest: dict[str, float] = {}
         self._counted: tuple[str, int] | None = None  # unit and units per sample of this run
-        self._begin: float | None = None  # perf_counter() at the last start of the clock
-        self._before = 0.0  # seconds of this window before that
         self._samples = 0  # of this rank, in this window
-        self._steps_done = 0  # in this window
-        self._counting: CountedOperations | None = None
-        self._counted_operations: float | None = None
-        self._is_counted = True
+        self._counting = ExitStack()
+        self._operations: CountedOperations | None = None  # of the micro-batch that is counted
+        self._counts_next = False
 
     @property
     def rate(self) -> tuple[float, str] | None:
@@ -90,99 +88,63 @@ class Throughput(Windowed):
         unit = self.unit or getattr(pl_module, "sample_unit", None) or "units"
         units = self.units_per_sample or getattr(pl_module, "units_per_sample", None)
         self._counted = None if units is None else (unit, units)
-        self._begin = None
-        self._restart()
-        self._is_counted = not (self.count_flops and self._window)
+        self._counts_next = bool(self.count_flops and self._window)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count FLOPs of the first micro-batch."""
-        if not self._is_counted:
-            self._is_counted = True
-            self._counting = CountedOperations()
-            self._counting.__enter__()
+        if self._counts_next:
+            self._counts_next = False
+            self._operations = self._counting.enter_context(CountedOperations())
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         """Stop counting before the optimizer computes."""
-        self._end_counting()
+        self._counting.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop counting."""
-        self._end_counting()
+    on_exception = on_before_optimizer_step  # type: ignore[assignment]
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, _: Any, batch: Any, *__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count samples; log at the end of a window."""
         if not self._window:
             return
-        if self._counting is not None or self._counted_operations is not None:
-            self._end_counting()
-            operations, self._counted_operations = self._counted_operations, None
+        if self._operations is not None:
+            self._counting.close()
+            operations, self._operations = self._operations.total, None
             samples = num_samples(batch)
             self.flops_per_sample = operations / samples if operations and samples else None
-        if self._begin is not None:
-            self._samples += num_samples(batch)
-        step = self._steps.ended(trainer)
-        if step is None:
-            return
-        if self._begin is None:
-            self._begin = time.perf_counter()
-            return
-        self._steps_done += 1
-        if self._ends_window(step):
-            self._write(trainer, step)
+        self._samples += num_samples(batch)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start over after the next step."""
-        super().on_gone_back(trainer, pl_module)
-        self._begin = None
-        self._restart()
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        super()._begin(trainer, step)
+        self._samples = 0
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pause the clock."""
-        if self._begin is not None:
-            self._before += time.perf_counter() - self._begin
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the clock."""
-        if self._begin is not None:
-            self._begin = time.perf_counter()
-
-    def _end_counting(self) -> None:
-        if self._counting is not None:
-            self._counting.__exit__(None, None, None)
-            self._counted_operations, self._counting = self._counting.total, None
-
-    def _write(self, trainer: Trainer, step: int) -> None:
-        assert self._begin is not None
+    def _report(self, trainer: Trainer, step: int) -> None:
         flops = self._samples * (self.flops_per_sample or 0.0)
         sums = torch.tensor([float(self._samples), flops], device=trainer.strategy.root_device, dtype=torch.float32)
         together = are_synchronous(trainer)
         if together:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         total, all_flops = sums.tolist()  # synchronizes the device
-        now = time.perf_counter()
-        seconds = self._before + now - self._begin
-        self.latest = {"samples_per_second": total / seconds, "step_seconds": seconds / self._steps_done}
+        seconds = self._seconds()
+        self._begin(trainer, step)
+        self.latest = {"samples_per_second": total / seconds, "step_seconds": seconds / self._done}
         if self._counted is not None:
             unit, units = self._counted
             self.latest[f"{unit}_per_second"] = total * units / seconds
         own = dict(self.latest)
         devices = trainer.world_size if together else 1
         self.latest |= self._rates(all_flops / devices, seconds)
-        emit(trainer, "rate", own | self._rates(flops, seconds), step + 1)
         measures = getattr(trainer.strategy, "measures", None)  # absent on Lightning's own strategies
         balance = {} if measures is None else measures.routing_balance()
-        log_metrics(trainer, self.latest | balance, step)
-        self._begin = now
-        self._restart()
+        publish(trainer, step, "rate", own | self._rates(flops, seconds), self.latest | balance)
 
     def _rates(self, flops: float, seconds: float) -> dict[str, float]:
         if not flops:
             return {}
         rate = flops / seconds
         return {"flops_per_second": rate} | ({} if self.peak_flops is None else {"mfu": rate / self.peak_flops})
-
-    def _restart(self) -> None:
-        self._before, self._samples, self._steps_done = 0.0, 0, 0
 
 
 def num_samples(batch: Any) -> int:

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
-from trainwright.callbacks.monitor.records import emit
-from trainwright.callbacks.steps import are_synchronous, log_metrics, require_strategy
+from trainwright.callbacks.monitor.records import publish
+from trainwright.callbacks.steps import are_synchronous, require_strategy
 from trainwright.callbacks.windows import StopsWithTraining, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.run.peers import service_of
@@ -22,7 +22,7 @@ from trainwright.core.text.sizes import size_text
 Sums = dict[tuple[str, str], list[float]]
 
 
-def _add(sums: Sums, counts: Mapping[tuple[str, str], Any]) -> None:
+def add_counts(sums: Sums, counts: Mapping[tuple[str, str], Any]) -> None:
     """Add the counts of a meter."""
     for key, sent in counts.items():
         row = sums.setdefault(key, [0.0, 0.0, 0.0])
@@ -30,7 +30,19 @@ def _add(sums: Sums, counts: Mapping[tuple[str, str], Any]) -> None:
             row[index] += value
 
 
-class CommunicationReport(StopsWithTraining, Windowed):
+class Metered(StopsWithTraining):
+    """A callback that meters what ranks send until training ends."""
+
+    _meter: Any = None
+
+    def _stop(self) -> None:
+        super()._stop()
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+
+
+class CommunicationReport(Metered, Windowed):
     """Log the bytes that a rank sends per step, by mesh axis and kind of collective, and print a table at the end.
 
     Logged per window are ``communication/<axis>/<kind>_bytes`` and their sum ``communication/bytes``: bytes sent by
@@ -65,7 +77,6 @@ class CommunicationReport(StopsWithTraining, Windowed):
         self.latest: dict[str, float] = {}
         self.of_ranks: list[dict[str, Any]] = []
         self.of_servers: dict[int, tuple[int, int]] = {}
-        self._meter: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise a ``ValueError`` for a strategy of Lightning."""
@@ -75,8 +86,7 @@ class CommunicationReport(StopsWithTraining, Windowed):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         super().on_train_start(trainer, pl_module)
-        self._done = self._total = 0  # optimizer steps of this window, and of this fit
-        self._recent: Sums = {}
+        self._total = 0  # optimizer steps of this fit
         self._within: Sums = {}
         self._besides: Sums = {}
         self.latest, self.of_ranks, self.of_servers = {}, [], {}
@@ -88,31 +98,29 @@ class CommunicationReport(StopsWithTraining, Windowed):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count what was sent since the last micro-batch as outside of steps."""
-        _add(self._besides, self._meter.take())
+        add_counts(self._besides, self._meter.take())
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Count the micro-batch; at the end of a window, log."""
         counts = self._meter.take()
-        _add(self._recent, counts)
-        _add(self._within, counts)
-        step = self._steps.ended(trainer)
-        if step is None:
-            return
-        self._done += 1
+        add_counts(self._recent, counts)
+        add_counts(self._within, counts)
+        super().on_train_batch_end(trainer, *args)
+
+    def _end_step(self, trainer: Trainer, step: int) -> None:
         self._total += 1
-        if self._ends_window(step):
-            self._log(trainer, step)
+        super()._end_step(trainer, step)
 
     def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start a new window; bytes sent for undone steps stay in the totals."""
         super().on_gone_back(trainer, pl_module)
-        self._done, self._recent = 0, {}
+        self._recent: Sums = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exchange the totals. A collective if steps are synchronous."""
         if self._meter is None:
             return
-        _add(self._besides, self._meter.take())
+        add_counts(self._besides, self._meter.take())
         self._stop()
         if trainer.is_global_zero:
             self.of_servers = service_of(trainer.strategy).server_traffic()
@@ -127,21 +135,15 @@ class CommunicationReport(StopsWithTraining, Windowed):
         for part in report_of(self.of_ranks, self.of_servers):
             self.console.print(part, soft_wrap=isinstance(part, str), highlight=False)
 
-    def _stop(self) -> None:
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
-
-    def _log(self, trainer: Trainer, step: int) -> None:
+    def _report(self, trainer: Trainer, step: int) -> None:
         sent: dict[str, dict[str, float]] = {}
         self.latest = {}
         for (axis, kind), row in sorted(self._recent.items()):
             self.latest[f"communication/{axis}/{kind}_bytes"] = row[1] / self._done
             sent.setdefault(axis, {})[kind] = row[1] / self._done
         self.latest["communication/bytes"] = sum(self.latest.values())
-        log_metrics(trainer, self.latest, step)
-        emit(trainer, "bytes", {"bytes": sent}, step + 1)
-        self._done, self._recent = 0, {}
+        publish(trainer, step, "bytes", {"bytes": sent}, self.latest)
+        self._recent = {}
 
 
 def report_of(

@@ -13,15 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 
 from trainwright.callbacks.step_clock import StepClock
-from trainwright.callbacks.steps import StepCounter, require_window
-from trainwright.callbacks.windows import Clocked
+from trainwright.callbacks.traffic.communication import Metered, Sums, add_counts
+from trainwright.callbacks.windows import Clocked, Measured
 
-# First steps that are not measured: compilation, warm caches, connections.
-_WARM_UP = 3
 FILE = "communication.json"
 
 
-class CommunicationAdvice(Clocked[StepClock]):
+class CommunicationAdvice(Clocked[StepClock], Metered, Measured):
     """Measure some steps and the links between ranks once, and recommend how to average gradients.
 
     The Trainer adds it for a strategy with ``communication="advise"`` or ``"auto"``. It averages step times over ranks,
@@ -39,18 +37,16 @@ class CommunicationAdvice(Clocked[StepClock]):
         ValueError: if ``after_steps`` is less than 1.
     """
 
+    _warm_up = 3
     needs_collective_steps = True
     """All ranks must be at the same optimizer step."""
 
     def __init__(self, after_steps: int = 20, console: Console | None = None) -> None:
-        require_window(after_steps, self)
+        super().__init__(after_steps)
         self.after_steps = after_steps
         self.console = console or Console()
         self.advice: Any = None
-        self._steps = StepCounter()
-        self._done = -_WARM_UP
-        self._meter: Any = None
-        self._sent: dict[tuple[str, str], tuple[float, float]] = {}
+        self._sent: Sums = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise a ``ValueError`` if the strategy does not average gradients at every step, or is one of Lightning."""
@@ -68,7 +64,7 @@ class CommunicationAdvice(Clocked[StepClock]):
         if trainer.world_size == 1:
             self.console.print("Communication: a single rank sends nothing; there is nothing to recommend.")
             return
-        self.on_gone_back(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
         self._meter = trainer.strategy.measures.measure_communication()  # type: ignore[attr-defined]
         self._clock = StepClock(trainer)
 
@@ -77,53 +73,32 @@ class CommunicationAdvice(Clocked[StepClock]):
         if self._meter is not None:
             self._meter.take()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         """Count; report after enough steps, in a collective."""
-        if self._clock is None:
-            return
-        for key, each in self._meter.take().items():
-            calls, sent = self._sent.get(key, (0.0, 0.0))
-            self._sent[key] = (calls + each.calls, sent + each.bytes)
-        if self._steps.ended(trainer) is None:
-            return
-        self._done += 1
-        if self._done == 0:
-            self._clock.take(wait_for_device=True)
-            self._sent = {}
-        elif self._done == self.after_steps:
-            self._report(trainer)
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start over, warm-up included."""
-        self._steps.start(trainer)
-        self._done, self._sent = -_WARM_UP, {}
+        if self._meter is not None:
+            add_counts(self._sent, self._meter.take())
+            super().on_train_batch_end(*args)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a shorter run; a collective if a step was measured."""
-        if self._clock is None:
-            return
-        if self._done > 0:
-            self._report(trainer)
-        else:
-            rank_zero_warn(f"Communication: no advice, which needs more than {_WARM_UP} optimizer steps.")
-            self._stop()
+        if self._clock is not None and self._done <= 0:
+            rank_zero_warn(f"Communication: no advice, which needs more than {self._warm_up} optimizer steps.")
+        super().on_train_end(trainer, pl_module)
+        self._stop()
 
-    def _stop(self) -> None:
-        super()._stop()
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        self._running_clock.take(wait_for_device=True)
+        self._sent = {}
 
-    def _report(self, trainer: Trainer) -> None:
-        assert self._clock is not None
-        compute, _, _, waits = self._clock.take(wait_for_device=True)
+    def _report(self, trainer: Trainer, step: int) -> None:
+        compute, _, _, waits = self._running_clock.take(wait_for_device=True)
         done = self._done
         self._stop()  # before links are measured
         strategy: Any = trainer.strategy
         own = torch.tensor([compute / done, waits / done], dtype=torch.float32, device=strategy.root_device)
         dist.all_reduce(own)
         compute, waits = (own / dist.get_world_size()).tolist()
-        sent = {key: (calls / done, size / done) for key, (calls, size) in self._sent.items()}
+        sent = {key: (calls / done, size / done) for key, (calls, size, _) in self._sent.items()}
         self.advice = strategy.averaging.advise(compute, waits, trainer.accumulate_grad_batches, sent)
         if not trainer.is_global_zero:
             return

@@ -13,11 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from trainwright.callbacks.step_clock import KINDS, StepClock
 from trainwright.callbacks.steps import log_metrics
-from trainwright.callbacks.windows import Clocked, Windowed
+from trainwright.callbacks.windows import Clocked, Measured
 from trainwright.checkpoint.exchange.distinct import all_gather_rows
 
-# First steps that are not measured: compilation, warm caches, connections.
-_WARM_UP = 1
 # Stragglers named in a message.
 _SHOWN = 8
 
@@ -81,7 +79,7 @@ class Straggler:
         return f"{who} {what}"
 
 
-class Stragglers(Clocked[StepClock], Windowed):
+class Stragglers(Clocked[StepClock], Measured):
     """Report stragglers and their cause, every window and at the end.
 
     Each rank measures compute, data, hook and wait time of its steps. With synchronous training all ranks take equally
@@ -107,8 +105,7 @@ class Stragglers(Clocked[StepClock], Windowed):
         ValueError: if ``every_n_steps`` is less than 1, or ``threshold`` is not between 0 and 1.
     """
 
-    # The strategy may still be receiving the weights of this step.
-    looks_at_parameters = False
+    _warm_up = 1
 
     needs_collective_steps = True
     """All ranks must be at the same optimizer step."""
@@ -122,7 +119,6 @@ class Stragglers(Clocked[StepClock], Windowed):
         self.threshold = threshold
         self.latest: list[StepTimes] = []
         self.stragglers: list[Straggler] = []
-        self._done = -_WARM_UP  # steps in this window
         self._reported: set[tuple[int, str]] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,37 +132,14 @@ class Stragglers(Clocked[StepClock], Windowed):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring."""
         super().on_train_start(trainer, pl_module)
-        if not self._window:
-            return
-        self._done = -_WARM_UP
-        self._clock = StepClock(trainer)
+        if self._window:
+            self._clock = StepClock(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """At the end of a window, exchange times and report. A collective then."""
-        if self._clock is None:
-            return
-        step = self._steps.ended(trainer)
-        if step is None:
-            return
-        self._done += 1
-        if self._done == 0:
-            self._clock.take()
-        elif self._done == self._window:
-            self._report(trainer, step)
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start a new window, warm-up included."""
-        super().on_gone_back(trainer, pl_module)
-        self._done = -_WARM_UP
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report an incomplete window. A collective, unless it is empty."""
-        if self._clock is not None and self._done > 0:
-            self._report(trainer, self._steps.next_number(trainer) - 1)
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        self._running_clock.take()
 
     def _report(self, trainer: Trainer, step: int) -> None:
-        assert self._clock is not None
-        own = [seconds / self._done for seconds in self._clock.take()]
+        own = [seconds / self._done for seconds in self._running_clock.take()]
         mine = torch.tensor(own, dtype=torch.float32, device=trainer.strategy.root_device)
         self.latest = [StepTimes(*row) for row in all_gather_rows(mine).tolist()]
         layout = getattr(trainer.strategy, "layout", None)
@@ -179,8 +152,7 @@ class Stragglers(Clocked[StepClock], Windowed):
             metrics |= {"straggler": self.stragglers[0].rank, "straggler_share": self.stragglers[0].share}
         log_metrics(trainer, metrics, step)
         self._warn(step)
-        self._done = 0
-        self._clock.refresh()
+        self._running_clock.refresh()
 
     def _warn(self, step: int) -> None:
         found = {(each.rank, each.kind) for each in self.stragglers}

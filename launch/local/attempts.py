@@ -1,6 +1,7 @@
 """Attempts of a run, and what happens between them."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,14 +20,10 @@ from trainwright.launch.recovery.sizes import resized
 _GRACE_BEFORE_RESTART = 1.0
 
 
-class AttemptMaker(Protocol):
-    """Factory of attempts."""
-
-    def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
-        """Return an attempt that is not started; `number` attempts came before it."""
-
-    def close(self) -> None:
-        """Remove the files of the attempts."""
+MakeAttempt = Callable[[DictConfig, int, RestartPolicy, RestartLog], RankAttempt]
+"""Returns an attempt that is not started, given its configuration, how many came before, and what decides about losses
+of single ranks and logs them.
+"""
 
 
 class Sizes(Protocol):
@@ -42,9 +39,6 @@ class Sizes(Protocol):
     def blame(self, setback: AttemptFailure, samples: int | None) -> bool:
         """Account for a failure; return whether the next attempt omits its cause."""
 
-    def close(self) -> None:
-        """Release resources."""
-
 
 class AttemptedRun:
     """The attempts of one run, one after the other.
@@ -52,18 +46,18 @@ class AttemptedRun:
     Args:
         cfg: the resolved configuration of the first attempt.
         verb: fit, validate, test or predict.
-        maker: creates the attempts.
+        make: creates the attempts.
         log: receives failures and restarts.
         sizes: chooses the devices of each attempt; None = as many as the configuration says.
     """
 
     def __init__(
-        self, cfg: DictConfig, verb: str, maker: AttemptMaker, log: RestartLog, sizes: Sizes | None = None
+        self, cfg: DictConfig, verb: str, make: MakeAttempt, log: RestartLog, sizes: Sizes | None = None
     ) -> None:
         launch = cfg.launch
         self._first = cfg
         self._verb = verb
-        self._maker = maker
+        self._make = make
         self._policy = RestartPolicy(launch.max_restarts, launch.same_failure_limit, launch.backoff_seconds)
         self._log = log
         self._sizes = sizes
@@ -81,22 +75,17 @@ class AttemptedRun:
             Interrupted: if this process was interrupted.
         """
         cfg = self._first
-        try:
-            while True:
-                attempt = self._maker.make(cfg, self._attempts, self._policy, self._log)
-                self._attempts += 1
-                try:
-                    metrics = self._run_attempt(attempt)
-                except RankError as failure:
-                    failure.is_refused = self._is_refused(attempt, failure)
-                    raise
-                if metrics is not None:
-                    return metrics
-                cfg = self._next_config()
-        finally:
-            if self._sizes is not None:
-                self._sizes.close()
-            self._maker.close()
+        while True:
+            attempt = self._make(cfg, self._attempts, self._policy, self._log)
+            self._attempts += 1
+            try:
+                metrics = self._run_attempt(attempt)
+            except RankError as failure:
+                failure.is_refused = self._is_refused(attempt, failure)
+                raise
+            if metrics is not None:
+                return metrics
+            cfg = self._next_config()
 
     def _run_attempt(self, attempt: RankAttempt) -> dict[str, float] | None:
         """Return the final metrics; None = another attempt follows."""

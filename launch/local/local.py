@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,55 +57,30 @@ def launch_local(cfg: DictConfig, verb: str, *, is_written: bool = True) -> dict
         Interrupted: if this process was interrupted; all ranks have exited.
     """
     start_forkserver()
-    with DeferredSignals(handled_signals(cfg)):
+    with DeferredSignals(handled_signals(cfg)), ExitStack() as stack:
         log = RestartLog(Path(cfg.run_dir))
-        sizes = None if cfg.launch.min_devices is None else Shrinking(cfg, verb, log)
-        return AttemptedRun(cfg, verb, LocalAttempts(verb, is_written, sizes), log, sizes).run()
+        scratch_folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch()))
+        stack.callback(shutil.rmtree, scratch_folder, ignore_errors=True)
+        sizes = None if cfg.launch.min_devices is None else stack.enter_context(closing(Shrinking(cfg, verb, log)))
 
+        def make(cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
+            folder = Path(cfg.run_dir)
+            records = scratch_folder / f"attempt_{number}"
+            records.mkdir()
+            if number > 0 or not is_written:
+                # The run directory keeps the user's configuration.
+                folder = records
+                write_config_file(cfg, folder)
+            environment = {} if sizes is None else sizes.environment()
+            monitor = _monitor_of(cfg, records)
+            if is_elastic_run(cfg, verb):
+                return ReplicaAttempt(cfg, verb, records, monitor, environment, policy, log)
+            options = options_of(cfg.strategy)
+            ranks = () if options is None else PlannedRun(cfg, verb).replaceable_ranks(options)
+            replacements = Replacements(ranks, cfg.devices, records, Path(cfg.run_dir), policy, log)
+            return Attempt(cfg, verb, records, monitor, folder, number, environment, replacements)
 
-class LocalAttempts:
-    """Factory of the attempts of a run on this machine.
-
-    Args:
-        verb: fit, validate, test or predict.
-        is_written: whether the configuration of the first attempt is in the run directory.
-        sizes: chooses the devices of each attempt; None = as many as the configuration says.
-    """
-
-    def __init__(self, verb: str, is_written: bool, sizes: Shrinking | None) -> None:
-        self._verb = verb
-        self._is_written = is_written
-        self._sizes = sizes
-        self._folder = Path(tempfile.mkdtemp(prefix="run-", dir=scratch()))
-
-    def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RankAttempt:
-        """Return an attempt that is not started.
-
-        Args:
-            cfg: its resolved configuration.
-            number: earlier attempts.
-            policy: decides about replacements of single ranks.
-            log: receives them.
-        """
-        folder = Path(cfg.run_dir)
-        records = self._folder / f"attempt_{number}"
-        records.mkdir()
-        if number > 0 or not self._is_written:
-            # The run directory keeps the user's configuration.
-            folder = records
-            write_config_file(cfg, folder)
-        environment = {} if self._sizes is None else self._sizes.environment()
-        monitor = _monitor_of(cfg, records)
-        if is_elastic_run(cfg, self._verb):
-            return ReplicaAttempt(cfg, self._verb, records, monitor, environment, policy, log)
-        options = options_of(cfg.strategy)
-        ranks = () if options is None else PlannedRun(cfg, self._verb).replaceable_ranks(options)
-        replacements = Replacements(ranks, cfg.devices, records, Path(cfg.run_dir), policy, log)
-        return Attempt(cfg, self._verb, records, monitor, folder, number, environment, replacements)
-
-    def close(self) -> None:
-        """Remove the files of the attempts."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        return AttemptedRun(cfg, verb, make, log, sizes).run()
 
 
 def _monitor_of(cfg: DictConfig, records: Path) -> HangMonitor | None:

@@ -1,11 +1,11 @@
 """Progress of a rank, recorded for the launching process."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 
+from trainwright.callbacks.windows import Listening
 from trainwright.core.failures.records import AttemptStart, StepRecord, write_attempt_start
 from trainwright.core.run.phases import DATA
 from trainwright.trainer.trainer import Trainer
@@ -30,16 +30,12 @@ class BeginningReport(Callback):
             write_attempt_start(self._folder, start)
 
 
-class ProgressReport(BeginningReport):
+class ProgressReport(Listening, BeginningReport):
     """Record of this rank's step at every micro-batch, and of the start of training.
 
     Args:
         folder: of the records of this attempt.
     """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._stop: Callable[[], None] = lambda: None
 
     def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Record the start, and listen for steps."""
@@ -53,8 +49,4 @@ class ProgressReport(BeginningReport):
                 record.write(trainer.global_step)
 
         self._stop()
-        self._stop = trainer.phases.listen(note)
-
-    def on_train_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
-        """Stop listening."""
-        self._stop()
+        self._end_listening = trainer.phases.listen(note)

@@ -8,11 +8,15 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from trainwright.callbacks.monitor.hook_phases import phases_of
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
 from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, HangLimits, ProgressBox
 from trainwright.launch.watchdog.calls import record_calls, set_trace_folder
 from trainwright.launch.watchdog.monitor import VARIABLE
+
+# Phases of a step that its next batch follows.
+_WITHIN_STEPS = (phases.FORWARD, phases.BACKWARD, phases.OPTIMIZER, phases.HOOKS)
 
 
 def _starts(phase: str) -> Any:
@@ -32,7 +36,7 @@ class Watchdog(Callback):
     The ``trainwright`` command adds this callback to every rank and monitors by itself (``launch.hang_timeout``). In
     your own script, under any launcher, give it to the Trainer: local rank 0 of each machine then starts a monitoring
     process with negligible cost. Create it before the process group, as with any Trainer argument, so that torch
-    records the calls. A plain Lightning Trainer is watched in less detail (a step is one phase).
+    records the calls. Phases of a plain Lightning Trainer are those that its hooks show.
 
     It costs about a microsecond per phase of a step, and one small collective at setup.
 
@@ -88,20 +92,16 @@ class Watchdog(Callback):
         self._box = box
 
     def _listen(self, trainer: Trainer, box: ProgressBox) -> None:
-        phase_events: phases.Phases | None = getattr(trainer, "phases", None)
-        if phase_events is None:
-            trainer.callbacks.append(_HookProgress(box))  # type: ignore[attr-defined]
-            return
         loop = trainer.fit_loop.epoch_loop
 
         def begin(phase: str) -> None:
             if phase == phases.DATA:
                 box.count(loop._batches_that_stepped)
                 # The start of an epoch starts data loader workers, which takes its own time.
-                phase = phases.DATA if box.phase == phases.HOOKS else FIRST_DATA
+                phase = phases.DATA if box.phase in _WITHIN_STEPS else FIRST_DATA
             box.begin(phase)
 
-        self._end_listening = phase_events.listen(begin)
+        self._end_listening = phases_of(trainer).listen(begin)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop being watched."""
@@ -140,7 +140,6 @@ class Watchdog(Callback):
 
     def _stop(self) -> None:
         self._end_listening()
-        self._end_listening = lambda: None
         if self._answerer is not None:
             self._answerer.stop()
         if self._box is not None:
@@ -148,29 +147,6 @@ class Watchdog(Callback):
         if self._guardian is not None:
             self._guardian.stop()
         self._box = self._answerer = self._guardian = None
-
-
-class _HookProgress(Callback):
-    """Progress of a Trainer without phases, from its hooks."""
-
-    # A strategy may still be sending the weights of a step during this callback.
-    looks_at_parameters = False
-
-    def __init__(self, box: ProgressBox) -> None:
-        self._box = box
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._box.count(trainer.global_step)
-        self._box.begin(phases.FORWARD)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._box.begin(phases.DATA)
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self._box.begin(phases.IDLE)
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self._box.begin(phases.SAVING)
 
 
 # A process is watched for one run at a time.

@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import SyncBatchNorm
 
 from trainwright.callbacks.step_clock import StepClock
-from trainwright.callbacks.steps import StepCounter
-from trainwright.callbacks.windows import Clocked
+from trainwright.callbacks.windows import Clocked, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_rows
 from trainwright.core.config.options import refuse
 from trainwright.core.torch_internals import _BatchNorm
@@ -31,13 +30,11 @@ from trainwright.trainer.balance.shares import Bounds, ShareSchedule, divide, pa
 from trainwright.trainer.data.data_order import RankBatchSampler
 from trainwright.trainer.data.reading import dealer_of
 
-# First steps that are not measured: compilation, warm caches, connections.
-_WARM_UP = 1
 # Shares listed in a message.
 _SHOWN = 16
 
 
-class Balance(Clocked[StepClock]):
+class Balance(Clocked[StepClock], Windowed):
     """Assigns samples of a step to data ranks by speed; created by ``Trainer(balance=...)``.
 
     With ``"auto"``, all ranks exchange their computation time (forward, backward and optimizer, without waits) and
@@ -53,7 +50,10 @@ class Balance(Clocked[StepClock]):
         make_clock: creates the clock of a rank.
     """
 
+    _warm_up = 1
+
     def __init__(self, options: BalanceOptions, strategy: LayoutStrategy) -> None:
+        super().__init__(options.every_steps)
         self.options = options
         self.schedule = ShareSchedule(
             Bounds() if options.kind == FIXED else Bounds(options.least_share, options.most_share)
@@ -61,9 +61,7 @@ class Balance(Clocked[StepClock]):
         self.make_clock: Callable[[Any], StepClock] = StepClock
         self._strategy = strategy
         self._seconds: list[float] | None = None  # per sample of each data rank, smoothed; None before measuring
-        self._steps = StepCounter()
         self._wave_size = 0
-        self._done = -_WARM_UP  # steps in this window
         self._samples = 0  # in this window
 
     # ---- shares ---------------------------------------------------------------------------------------------------
@@ -120,7 +118,7 @@ class Balance(Clocked[StepClock]):
                 f"balance: {type(pl_module).__name__} has BatchNorm, which normalizes over the samples of one rank, so "
                 "results depend on the shares. sync_batchnorm=True (trainer.sync_batchnorm=true) normalizes over all."
             )
-        self.on_gone_back(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
         if self.options.kind == AUTO:
             self._clock = self.make_clock(trainer)
 
@@ -128,35 +126,28 @@ class Balance(Clocked[StepClock]):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count; at the end of a window, decide. A collective then."""
-        if self._clock is None:
-            return
-        self._samples += self._dealer.count(batch_idx)
-        if self._steps.ended(trainer) is None:
-            return
-        self._done += 1
-        if self._done == 0:
-            self._clock.take(wait_for_device=True)
-            self._samples = 0
-        elif self._done == self.options.every_steps:
-            self._decide(trainer)
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start a new window, warm-up included."""
-        self._steps.start(trainer)
-        self._done, self._samples = -_WARM_UP, 0
+        if self._clock is not None:
+            self._samples += self._dealer.count(batch_idx)
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     # ---- decisions ------------------------------------------------------------------------------------------------
 
-    def _decide(self, trainer: Trainer) -> None:
-        assert self._clock is not None
-        seconds, *_ = self._clock.take(wait_for_device=True)
+    def _begin(self, trainer: Trainer, step: int) -> None:
+        self._running_clock.take(wait_for_device=True)
+        self._samples = 0
+
+    def _ends_window(self, step: int) -> bool:
+        return self._done == self._window
+
+    def _report(self, trainer: Trainer, step: int) -> None:
+        seconds, *_ = self._running_clock.take(wait_for_device=True)
         dealer = self._dealer
         # Seconds of its own computation without waits, samples of its data rank, batches drawn by its loader.
         own = [dealer.data_rank, seconds, self._samples, dealer.drawn]
         mine = torch.tensor(own, dtype=torch.float64, device=self._strategy.root_device)
         rows = all_gather_rows(mine).tolist()
-        self._done = self._samples = 0
-        self._clock.refresh()
+        self._samples = 0
+        self._running_clock.refresh()
         self._apply(rows, trainer)
 
     def _apply(self, rows: Sequence[Sequence[float]], trainer: Any) -> None:

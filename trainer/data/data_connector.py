@@ -128,7 +128,7 @@ class OrderedDataConnector(_DataConnector):
             self._settle_other(loader, ranks, training)
             own = index_batches(loader)
             own = getattr(own, "batches", own)  # prepared for an earlier run
-            kind = _copied if is_bulk else list
+            kind = (lambda index: list(index) if isinstance(index, list) else index) if is_bulk else list
             sampler = DealtBatchSampler(own, trainer.data_seed, rank, ranks, kind)
         sampler.evaluates = not training
         dealt = loader
@@ -274,10 +274,6 @@ class OrderedDataConnector(_DataConnector):
     def _seed_rank(self) -> int:
         """Rank that seeds workers: ranks that share samples draw the same augmentations."""
         return ranks_of(self.trainer.strategy).data_rank
-
-
-def _copied(index: Any) -> Any:
-    return list(index) if isinstance(index, list) else index
 
 
 def _check_enough_samples(loader: DataLoader[Any], ranks: int, mode: RunningStage) -> None:

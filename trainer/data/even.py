@@ -27,8 +27,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.strategies.contract.batch_digest import batch_digest
 from trainwright.trainer.data.remembered_states import state_source
-from trainwright.trainer.data.streams.loader import Tag
-from trainwright.trainer.data.wrapped_loader import WrappedLoader, innermost
+from trainwright.trainer.data.streams.loader import Tag, TaggedLoader
+from trainwright.trainer.data.wrapped_loader import innermost
 
 _INSTEAD = (
     "Type DataLoader(trainwright.DealtStream(dataset), ...), which deals single samples and resumes exactly, or "
@@ -74,7 +74,7 @@ class _Step:
     batches: list[tuple[Any, Tag]] = field(default_factory=list)
 
 
-class EvenLoader(WrappedLoader):
+class EvenLoader(TaggedLoader):
     """Gives every rank the same number of batches of a loader of unknown length.
 
     Streams that split themselves: in training all ranks stop with the first that has run out, and warn; in evaluation
@@ -91,33 +91,23 @@ class EvenLoader(WrappedLoader):
         limit: most batches of an evaluation: of all data ranks, if the stream is dealt; ``None``: all.
     """
 
-    # At most two steps are read ahead; the loop needs those of the present one too.
-    _REMEMBERED = 8
-    # It is unknown in advance which are full.
-    regular_waves = 0
-
     def __init__(self, loader: Any, group: dist.ProcessGroup, reader: Reader) -> None:
         super().__init__(loader)
-        self._group, self._reader = group, reader
+        self._group, self._reader, self.data_ranks = group, reader, reader.data_ranks
         self._real = float("inf")
-        self._tags: dict[int, Tag] = {}
+        self._tags = {}
         self._first = 0
         self.is_dealt = False
         self.limit: int | None = None
 
     def is_padding(self, batch_idx: int) -> bool:
         """Return whether the ``batch_idx``-th batch of the current pass is padding."""
-        tag = self._tags.get(batch_idx)
-        return batch_idx >= self._real if tag is None else tag.own == 0
+        return super().is_padding(batch_idx) if batch_idx in self._tags else batch_idx >= self._real
 
     def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
         """See :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
-        tag = self._tags.get(batch_idx)
-        if tag is None:
-            return accumulation
-        if tag.own == 0:
-            return float("inf")
-        return (tag.step if whole_step else tag.wave * accumulation) / (tag.own * self._reader.data_ranks)
+        is_tagged = batch_idx in self._tags
+        return super().loss_divisor(batch_idx, accumulation, whole_step) if is_tagged else accumulation
 
     def __iter__(self) -> Iterator[Any]:
         self._real, self._tags = float("inf"), {}
@@ -213,8 +203,7 @@ class EvenLoader(WrappedLoader):
             following = self._read_step(batches) if len(step.batches) == self._reader.waves else _Step()
             work, flags = self._exchange(following.count, following.digest)
             for batch, tag in step.batches:
-                self._tags[index] = tag
-                self._tags.pop(index - self._reader.waves - self._REMEMBERED, None)
+                self._tag(index, tag, self._reader.waves)
                 index += 1
                 yield batch
             step = following

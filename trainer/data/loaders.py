@@ -42,10 +42,6 @@ def index_batches(loader: Any) -> Any:
     return getattr(loader, "sampler", None) if batches is None else batches
 
 
-def _slot(loader: DataLoader[Any]) -> str:
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
-
-
 def keep_for_evaluation(loader: DataLoader[Any]) -> bool:
     """Return whether the user's own loader can evaluate as it is: in a single process, in the order of the data set,
     and not read by training.
@@ -66,7 +62,8 @@ def read_in_place(loader: DataLoader[Any], batches: OrderedSampler) -> Callable[
     if loader in _KEPT or hasattr(loader, "state_dict"):
         return None
     own = {name: loader.__dict__.get(name) for name in _OWN}
-    loader.__dict__.update({_slot(loader): batches, "_iterator": None})
+    slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    loader.__dict__.update({slot: batches, "_iterator": None})
     _IN_PLACE[loader] = batches
 
     def restore() -> None:

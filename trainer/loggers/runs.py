@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _OPTIONS = {
 _MOST_BYTES = 2**16
 
 
+@dataclass(eq=False, repr=False)
 class LoggerRuns(Callback):
     """Record in ``loggers.json`` which runs the loggers write to; log the configuration and the report's path there.
 
@@ -40,27 +42,22 @@ class LoggerRuns(Callback):
         report: whether a report will be written.
     """
 
-    def __init__(
-        self,
-        loggers: Mapping[str, Logger],
-        run_dir: Path,
-        known: Mapping[str, Mapping[str, str]],
-        values: Mapping[str, Any],
-        report: bool,
-    ) -> None:
-        self._loggers, self._run_dir, self._known = loggers, run_dir, known
-        self._values, self._report = values, report
+    loggers: Mapping[str, Logger]
+    run_dir: Path
+    known: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Any]
+    report: bool
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the runs, which Lightning has started by now."""
         if not trainer.is_global_zero:
             return
-        found = {name: run for name, logger in self._loggers.items() if (run := self._register(logger, stage))}
+        found = {name: run for name, logger in self.loggers.items() if (run := self._register(logger, stage))}
         if not found:
             return
-        path = self._run_dir / FILE
+        path = self.run_dir / FILE
         try:
-            write_whole(path, json.dumps({**self._known, **found}, indent=1) + "\n")
+            write_whole(path, json.dumps({**self.known, **found}, indent=1) + "\n")
         except OSError as error:
             rank_zero_warn(
                 f"{path} cannot be written ({error.strerror}), so a run that resumes this one starts new runs of its "
@@ -70,9 +67,9 @@ class LoggerRuns(Callback):
     def _register(self, logger: Logger, stage: str) -> dict[str, str] | None:
         if not isinstance(logger, (Wandb, MLFlow)) or not isinstance(logger, LenientLogger):
             return None
-        logger.log_hyperparams(self._values)
-        if self._report and stage == "fit":
-            logger.attempt(logger.link, str((self._run_dir / _REPORT).absolute()))
+        logger.log_hyperparams(self.values)
+        if self.report and stage == "fit":
+            logger.attempt(logger.link, str((self.run_dir / _REPORT).absolute()))
         return logger.attempt(logger.identify)
 
 

@@ -19,7 +19,7 @@ from trainwright.strategies.contract.collectives.ranks import ranks_of
 
 _OURS = ("trainwright", "lightning", "pytorch_lightning", "lightning_fabric")
 _GATHERS = {"all_gather", "all_gather_object", "all_gather_into_tensor", "gather_all_tensors", "all_reduce"}
-_Path = tuple[int, str, Any]  # owner, attribute, and key in it (None: the attribute is the list)
+_Path = tuple[Any, ...]  # owner, attribute, and key in it unless the attribute is the list
 
 
 class CollectedOutputs:
@@ -47,7 +47,7 @@ class CollectedOutputs:
         for owner, holder in enumerate(self._owners):
             for name, value in list(vars(holder).items()):
                 if type(value) is list:
-                    yield (owner, name, None), value
+                    yield (owner, name), value
                 if isinstance(value, dict | list):
                     items = list(value.items() if isinstance(value, dict) else enumerate(value))
                     yield from (((owner, name, key), each) for key, each in items if type(each) is list)
@@ -67,32 +67,24 @@ class CollectedOutputs:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Complete the lists in a ``with`` block. A collective of the data ranks."""
-        shown = self._complete() if self._owners else []
+        merged: dict[_Path, list[Any]] = defaultdict(list)
+        for _, path, entries in sorted(self._gathered(), key=lambda part: part[0]) if self._owners else ():
+            merged[path] += entries
+        shown = []
+        for path, entries in merged.items():
+            there = self._at(path)
+            begin = len(there) - sum(len(added.get(path, ())) for added in self._added.values())
+            mine = there[begin:]
+            leaf = next((leaf for leaf in pytree.tree_leaves(mine) if isinstance(leaf, Tensor)), None)
+            device = self._strategy.root_device if leaf is None else leaf.device
+            there[begin:] = move_data_to_device(entries, device)
+            shown.append((there, begin, len(there), mine))
         try:
             yield
         finally:
             for there, begin, end, mine in shown:
                 if len(there) >= end:
                     there[begin:end] = mine
-
-    def _complete(self) -> list[tuple[list[Any], int, int, list[Any]]]:
-        """Complete the lists, and return each with the bounds of the entries and this rank's own."""
-        own: dict[_Path, list[Any]] = defaultdict(list)
-        for added in self._added.values():
-            for path, entries in added.items():
-                own[path] += entries
-        merged: dict[_Path, list[Any]] = defaultdict(list)
-        for _, path, entries in sorted(self._gathered(), key=lambda part: part[0]):
-            merged[path] += entries
-        shown = []
-        for path, entries in merged.items():
-            there, mine = self._at(path), own[path]
-            leaf = next((leaf for leaf in pytree.tree_leaves(mine) if isinstance(leaf, Tensor)), None)
-            device = self._strategy.root_device if leaf is None else leaf.device
-            begin = len(there) - len(mine)
-            there[begin:] = move_data_to_device(entries, device)
-            shown.append((there, begin, len(there), mine))
-        return shown
 
     def _gathered(self) -> Iterator[tuple[tuple[int, int], _Path, list[Any]]]:
         """Yield the entries that each batch of each data rank has added. A collective."""
@@ -112,11 +104,10 @@ class CollectedOutputs:
 
     def _at(self, path: _Path) -> list[Any]:
         """Return the list at a path, a new one if only other ranks have it."""
-        owner, name, key = path
+        owner, *outer, place = path
         values: Any = vars(self._owners[owner])
-        if key is not None:
+        for name in outer:
             values = values.setdefault(name, {})
-        place: Any = name if key is None else key
         found: list[Any] = values[place] if isinstance(values, list) else values.setdefault(place, [])
         return found
 

@@ -130,7 +130,6 @@ class OrderedPredictionLoop(_PredictionLoop):
 
     _dealt: DealtEvaluation
     _collected: CollectedOutputs
-    _others: list[Any] | None = None  # callbacks except prediction writers, if there are any
     _place = 0  # of the present batch among those that this rank reads of a loader
 
     def setup_data(self) -> None:
@@ -147,10 +146,7 @@ class OrderedPredictionLoop(_PredictionLoop):
         self.max_batches = shown
 
     def on_run_start(self) -> None:
-        """Find the prediction writers."""
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
-        self._others = [callback for callback in callbacks if callback not in writers] if writers else None
+        """Call the hooks of the start."""
         super().on_run_start()
         self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
 
@@ -179,12 +175,13 @@ class OrderedPredictionLoop(_PredictionLoop):
     def _writing(self) -> Iterator[None]:
         """Disable prediction writers on all but the first rank that shares a sample."""
         trainer: Any = self.trainer
-        if self._others is None:
+        ranks, callbacks = ranks_of(trainer.strategy), trainer.callbacks
+        others = [each for each in callbacks if not isinstance(each, BasePredictionWriter)]
+        if len(others) == len(callbacks):
             yield
             return
-        ranks, callbacks = ranks_of(trainer.strategy), trainer.callbacks
         if not ranks.leads_data_rank:
-            trainer.callbacks = self._others
+            trainer.callbacks = others
         try:
             with ranks.among_data_ranks():
                 yield
@@ -202,13 +199,10 @@ class OrderedPredictionLoop(_PredictionLoop):
         ranks, ours = ranks_of(self.trainer.strategy), hasattr(self.trainer.strategy, "ranks")
         if predictions is None or not ours or ranks.num_data_ranks == 1:
             return predictions
-        several = self.num_dataloaders > 1
         group = ranks.data_group  # ranks along other axes predict for the same samples
-        gathered = all_gather_values(
-            predictions if several else [predictions], group, self.trainer.strategy.root_device
-        )
+        gathered = all_gather_values(self._predictions, group, self.trainer.strategy.root_device)
         merged = [self._merge(batches, index) for index, batches in enumerate(zip(*gathered, strict=True))]
-        return merged if several else merged[0]
+        return merged if self.num_dataloaders > 1 else merged[0]
 
     def _merge(self, by_rank: tuple[list[Any], ...], dataloader_idx: int) -> list[Any]:
         assert self._combined_loader is not None

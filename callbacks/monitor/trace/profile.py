@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from trainwright.callbacks.monitor.records import FOLDER, emit
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.monitor.trace.clocks import clock_offset
 from trainwright.callbacks.monitor.trace.profile_option import profile_problem
-from trainwright.callbacks.steps import StepCounter, are_synchronous, window_steps
+from trainwright.callbacks.steps import are_synchronous, step_number
+from trainwright.callbacks.windows import Windowed
 from trainwright.checkpoint.exchange.groups import default_store
 from trainwright.core.run.peers import peers_of
 
@@ -33,7 +34,7 @@ _STEPS = 5
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 0.02
 
 
-class Profile(Callback):
+class Profile(Windowed):
     """Trace some optimizer steps with torch's profiler on all ranks, merged into one file.
 
     Of more than ``most_ranks`` ranks a sample is traced: a trace has some MiB per rank and step, and rank 0 merges them
@@ -71,11 +72,10 @@ class Profile(Callback):
         self.steps = None if steps is None else (int(steps[0]), int(steps[1]))
         if most_ranks is not None and most_ranks < 1:
             raise ValueError(f"Profile(most_ranks={most_ranks}) (allowed: 1 or more, or None for all ranks)")
+        super().__init__()
         self.run_dir = run_dir
         self.most_ranks = most_ranks
         self.latest: Path | None = None
-        self._counter = StepCounter()
-        self._window = 0
         self._asked = 0  # requests so far
         self._wanted: list[tuple[int, int]] = []
         self._profiler: Any = None
@@ -85,21 +85,21 @@ class Profile(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting steps."""
-        self._counter.start(trainer)
-        done = self._counter.next_number(trainer)
-        self._window, self._wanted = 0, []
+        super().on_train_start(trainer, pl_module)
+        self._wanted = []
         if self.run_dir is None or not is_sampled(trainer.global_rank, trainer.world_size, self.most_ranks):
+            self._window = 0
             return
-        self._window = window_steps(None, trainer) or 50
-        if self.steps is not None and self.steps[0] >= done:
+        self._window = self._window or 50
+        if self.steps is not None and self.steps[0] >= step_number(trainer):
             self._wanted = [self.steps]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start a trace that is due."""
-        if not self._wanted or self._profiler is not None or self._counter.next_number(trainer) < self._wanted[0][0]:
+        begin = step_number(trainer)
+        if not self._wanted or self._profiler is not None or begin < self._wanted[0][0]:
             return
         first, end = self._wanted.pop(0)
-        begin = self._counter.next_number(trainer)
         self._span, self._began = (begin, begin + end - first), time.perf_counter()
         if are_synchronous(trainer) and _store(trainer) is not None:
             key = f"trainwright/clock/{begin}"
@@ -111,24 +111,16 @@ class Profile(Callback):
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def _end_step(self, trainer: Trainer, step: int) -> None:
         """End a trace with its last step; at the end of a window, check for a request."""
-        step = self._counter.ended(trainer) if self._window else None
-        if step is None:
-            return
         if self._profiler is not None and step + 1 >= self._span[1]:
             self._finish(trainer)
-        if (step + 1) % self._window == 0:
-            self._poll(trainer, step + 1)
+        super()._end_step(trainer, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finish a running trace."""
         if self._profiler is not None:
             self._finish(trainer)
-
-    def on_gone_back(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from the restored step."""
-        self._counter.start(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drop the trace."""
@@ -138,7 +130,9 @@ class Profile(Callback):
 
     # ---- on demand ------------------------------------------------------------------------------------------------
 
-    def _poll(self, trainer: Trainer, done: int) -> None:
+    def _report(self, trainer: Trainer, step: int) -> None:
+        """Poll."""
+        done = step + 1
         store, key = _store(trainer), f"trainwright/profile/{self._asked}"
         if trainer.is_global_zero:
             count = self._take_request()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -18,7 +19,6 @@ from trainwright.launch.engines.ray.placement import RankPlaces
 from trainwright.launch.outcome.attempt import POLL_SECONDS, Outcome, RankAttempt, metrics_after_signal, metrics_in
 from trainwright.launch.outcome.interruption import exit_timeout, interruption_in
 from trainwright.launch.ranks.follow import Follower
-from trainwright.launch.recovery.restarts import RestartLog, RestartPolicy
 from trainwright.launch.recovery.sizes import resized
 
 # Seconds between two reads of the logs.
@@ -27,44 +27,26 @@ _POLL_SECONDS = 1.0
 _TOGETHER_SECONDS = 0.5
 
 
-class RayAttempts:
-    """Factory of the attempts of a run on a cluster.
+def make_attempt(
+    cfg: DictConfig, number: int, *_: Any, verb: str, folder: Path, room: RankPlaces, signals: DeferredSignals
+) -> RayAttempt:
+    """Return an attempt that is not started.
 
     Args:
+        cfg: its resolved configuration.
+        number: earlier attempts.
         verb: fit, validate, test or predict.
+        folder: for the records of all attempts; visible to all machines.
         room: placement of the ranks.
         signals: held during calls of Ray.
     """
-
-    def __init__(self, verb: str, room: RankPlaces, signals: DeferredSignals) -> None:
-        self._verb = verb
-        self._room = room
-        self._signals = signals
-        self._folder: Path | None = None
-
-    def make(self, cfg: DictConfig, number: int, policy: RestartPolicy, log: RestartLog) -> RayAttempt:
-        """Return an attempt that is not started.
-
-        Args:
-            cfg: its resolved configuration.
-            number: earlier attempts.
-            policy: unused, because all ranks restart together.
-            log: unused.
-        """
-        self._folder = Path(cfg.run_dir).absolute() / "logs" / "ray"
-        records = self._folder / f"attempt_{number}"
-        shutil.rmtree(records, ignore_errors=True)
-        records.mkdir(parents=True)
-        group, devices = self._room.place()
-        if devices != cfg.devices:  # the very first attempt, in a cluster without room for all
-            cfg = resized(cfg, devices, None)
-        return RayAttempt(cfg, self._verb, records, None, RankActors(cfg, number, group, self._signals))
-
-    def close(self) -> None:
-        """Remove the records."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._room.close()
+    records = folder / f"attempt_{number}"
+    shutil.rmtree(records, ignore_errors=True)
+    records.mkdir(parents=True)
+    group, devices = room.place()
+    if devices != cfg.devices:  # the very first attempt, in a cluster without room for all
+        cfg = resized(cfg, devices, None)
+    return RayAttempt(cfg, verb, records, None, RankActors(cfg, number, group, signals))
 
 
 @dataclass(eq=False)

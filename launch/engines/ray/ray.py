@@ -6,7 +6,9 @@ while Ray decides where ranks run. Ray itself restarts no actor, because a singl
 
 import contextlib
 import math
+import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.scratch import default_variables
 from trainwright.core.run.interrupt import DeferredSignals
-from trainwright.launch.engines.ray.attempt import RayAttempts
+from trainwright.launch.engines.ray.attempt import make_attempt
 from trainwright.launch.engines.ray.placement import RankPlaces, total
 from trainwright.launch.local.attempts import AttemptedRun
 from trainwright.launch.outcome.interruption import handled_signals
@@ -76,9 +78,13 @@ def launch(cfg: DictConfig, verb: str) -> dict[str, float]:
     """
     with DeferredSignals(handled_signals(cfg)) as signals, cluster(cfg, signals):
         log = RestartLog(Path(cfg.run_dir))
-        room = RankPlaces(cfg, verb, log, signals)
-        sizes = None if cfg.launch.min_devices is None else room
-        return AttemptedRun(cfg, verb, RayAttempts(verb, room, signals), log, sizes).run()
+        folder = Path(cfg.run_dir).absolute() / "logs" / "ray"
+        with contextlib.closing(RankPlaces(cfg, verb, log, signals)) as room:
+            make = partial(make_attempt, verb=verb, folder=folder, room=room, signals=signals)
+            try:
+                return AttemptedRun(cfg, verb, make, log, None if cfg.launch.min_devices is None else room).run()
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 _LOCAL = "local"

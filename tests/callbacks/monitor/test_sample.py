@@ -52,8 +52,8 @@ def test_only_sampled_ranks_poll_for_traces(tmp_path: Path) -> None:
     looking = []
     for rank in range(8):
         profile = Profile([1, 2], str(tmp_path), most_ranks=2)
-        trainer = SimpleNamespace(**vars(of_rank(rank, 8)), fit_loop=None)
-        profile._counter = SimpleNamespace(start=lambda trainer: None, next_number=lambda trainer: 0)  # type: ignore[assignment]
+        loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+        trainer = SimpleNamespace(**vars(of_rank(rank, 8)), global_step=0, fit_loop=loop)
         profile.on_train_start(trainer, None)  # type: ignore[arg-type]
         if profile._window or profile._wanted:
             looking.append(rank)

@@ -7,7 +7,7 @@ import torch
 from tests.callbacks.modules import Clock, Regression, loader, train
 from tests.parity.layout_modules import LENGTH, VOCABULARY, make_module
 from trainwright import Trainer
-from trainwright.callbacks.progress import throughput
+from trainwright.callbacks import windows
 from trainwright.callbacks.progress.throughput import Throughput, num_samples
 
 STEP = 0.5  # seconds, with exact sums
@@ -16,7 +16,7 @@ STEP = 0.5  # seconds, with exact sums
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(throughput, "time", made)
+    monkeypatch.setattr(windows, "time", made)
     return made
 
 

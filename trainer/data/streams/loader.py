@@ -37,7 +37,37 @@ class _CollateTagged:
         return self._collate(samples) if samples else None, list(tag)
 
 
-class StreamLoader(WrappedLoader):
+class TaggedLoader(WrappedLoader):
+    """A loader whose micro-batches are weighted by their tags.
+
+    Attributes:
+        data_ranks: number of ranks.
+    """
+
+    # At most two steps are read ahead; the loop needs those of the present one too.
+    _REMEMBERED = 8
+    regular_waves = 0  # unknown in advance
+    data_ranks: int
+    _tags: dict[int, Tag]
+
+    def _tag(self, index: int, tag: Tag, waves: int) -> None:
+        """Remember the tag of the ``index``-th batch of the epoch, given the waves of a step."""
+        self._tags[index] = tag
+        self._tags.pop(index - waves - self._REMEMBERED, None)
+
+    def is_padding(self, batch_idx: int) -> bool:
+        """Return whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
+        return self._tags[batch_idx].own == 0
+
+    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
+        """See :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
+        tag = self._tags[batch_idx]
+        if tag.own == 0:
+            return float("inf")
+        return (tag.step if whole_step else tag.wave * accumulation) / (tag.own * self.data_ranks)
+
+
+class StreamLoader(TaggedLoader):
     """The micro-batches of one data rank, weighted by the samples of all ranks.
 
     Args:
@@ -47,9 +77,6 @@ class StreamLoader(WrappedLoader):
         group: waves per optimizer step; 1 if undefined, 0 outside of training.
     """
 
-    # At most two steps are read ahead; the loop needs those of the present one too.
-    _REMEMBERED = 8
-    regular_waves = 0  # unknown in advance
     whole_step = False  # only if a global batch is set, as for data of known length
     is_dealt = True
 
@@ -61,13 +88,9 @@ class StreamLoader(WrappedLoader):
         self.data_ranks = data_ranks
         self.group = max(group, 1)
         self.epoch = 0
+        self.sampler = self  # Lightning finds set_epoch by this name
         self._resumed: Resumed | None = None
-        self._tags: dict[int, Tag] = {}
-
-    @property
-    def sampler(self) -> StreamLoader:
-        """Alias by which Lightning finds ``set_epoch``."""
-        return self
+        self._tags = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch."""
@@ -90,8 +113,7 @@ class StreamLoader(WrappedLoader):
     def __iter__(self) -> Iterator[Any]:
         self._begin()
         for index, (batch, tag, read) in enumerate(self._tagged(), start=self.first_batch):
-            self._tags[index] = tag
-            self._tags.pop(index - self.group - self._REMEMBERED, None)
+            self._tag(index, tag, self.group)
             self._remember(index, read)
             yield batch
 
@@ -109,15 +131,3 @@ class StreamLoader(WrappedLoader):
     def position(self, batches: int) -> dict[str, Any]:
         """Return what has been read after so many batches of the epoch."""
         raise NotImplementedError
-
-    def is_padding(self, batch_idx: int) -> bool:
-        """Return whether this rank has no sample of its own in the ``batch_idx``-th batch of the epoch."""
-        return self._tags[batch_idx].own == 0
-
-    def loss_divisor(self, batch_idx: int, accumulation: int, whole_step: bool) -> float:
-        """See :meth:`trainwright.trainer.data.data_order.RankBatchSampler.loss_divisor`."""
-        tag = self._tags[batch_idx]
-        if tag.own == 0:
-            return float("inf")
-        total = tag.step if whole_step else tag.wave * accumulation
-        return total / (tag.own * self.data_ranks)
