@@ -30,7 +30,7 @@ from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine, Run
 from trainwright.strategies.pipeline.schedules import block_problems, ranks_of_stages, split_blocks
 from trainwright.strategies.pipeline.stage import UserStepStage
-from trainwright.strategies.pipeline.training import Rehearsing
+from trainwright.strategies.pipeline.tracing.stand_ins import Written
 from trainwright.strategies.plan.blocks import COMPILE_BLOCKS, compiled_modules, count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import within
@@ -383,14 +383,17 @@ class Engines:
         """Stages of this rank; none without a pipeline."""
         return [] if self._pipeline is None else self._pipeline.stages
 
-    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor], rehearsing: Rehearsing) -> PipelineEngine:
+    def attach(
+        self, run: Run, rehearse: Run, look: Run, whole: Callable[[str], Tensor], written: Written
+    ) -> PipelineEngine:
         """Connect the pipeline, after all other hooks are on the module.
 
         Args:
             run: runs a method of the module on one micro-batch.
+            rehearse: like ``run``, without collectives.
             look: like ``run``, without gradients and on all stages together.
             whole: returns a parameter of this stage gathered along the data axes; a collective of its data ranks.
-            rehearsing: the module as written.
+            written: the module as written.
         """
         assert self._pipeline_cut is not None
         self.detach()
@@ -404,11 +407,12 @@ class Engines:
             micro_batches=self._options.micro_batches_for(self._layout.pipeline),
             device=self._device,
             run=run,
+            rehearse=rehearse,
+            written=written,
             look=look,
             whole=whole,
             batch_dims=self._options.batch_dims,
             sent_as=named_dtype(self._options.stage_dtype),
-            rehearsing=rehearsing,
         )
         self._pipeline.attach()
         return self._pipeline

@@ -23,7 +23,7 @@ from trainwright.strategies.contract.randomness.state import (
 )
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
-from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass, order_message, units_of
+from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message, units_of
 from trainwright.strategies.pipeline.micro_batches import BatchDims
 from trainwright.strategies.pipeline.relay import RelayPass
 from trainwright.strategies.pipeline.results import no_log, redirected_log
@@ -33,9 +33,11 @@ from trainwright.strategies.pipeline.tracing.block_values import Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace
 from trainwright.strategies.pipeline.tracing.module_state import ModuleState
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes, needs_everything, plan_routes
+from trainwright.strategies.pipeline.tracing.stand_ins import Written
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.tracing.step_state import StatePlace, StepState, find_places
-from trainwright.strategies.pipeline.training import PipelineStep, Rehearsing, Run, Training
+from trainwright.strategies.pipeline.tracing.whole_batch import Rehearsal
+from trainwright.strategies.pipeline.training import PipelineStep, Run, Training
 from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueChannel
 
 
@@ -62,7 +64,8 @@ class PipelineEngine:
         whole: returns an owned parameter, by name, as a whole local tensor; called on every holder in the same order.
             ``None``: the parameter itself.
         sent_as: see :class:`UserStepStage`.
-        rehearsing: the module as written; ``None``: losses are means over micro-batches, weighted by samples.
+        rehearse: like ``run``, without its collectives.
+        written: the module as written.
 
     Attributes:
         cut: as given.
@@ -79,13 +82,14 @@ class PipelineEngine:
         micro_batches: int,
         device: torch.device,
         run: Run,
+        rehearse: Run,
+        written: Written,
         look: Run | None = None,
         whole: Callable[[str], Tensor] | None = None,
         batch_dims: BatchDims | None = None,
         sent_as: torch.dtype | None = None,
-        rehearsing: Rehearsing | None = None,
     ) -> None:
-        self.cut, self._rehearsing = cut, rehearsing
+        self.cut, self._rehearse, self._written = cut, rehearse, written
         self._module, self._group, self._device = module, group, torch.device(device)
         self._schedule_name, self._micro_batches = schedule, micro_batches
         self._run, self._look, self._whole = run, look or run, whole
@@ -162,7 +166,7 @@ class PipelineEngine:
             RuntimeError: if the step does not call the blocks once and in order, or needs what cannot be sent.
         """
         run = self._gates.current
-        if isinstance(run, StagePass | RehearsalPass):
+        if isinstance(run, StagePass | Rehearsal):
             with self.cut.listed_ghosts():
                 return run.run(function)
         if isinstance(run, RelayPass) and run.trace is not None:
@@ -271,15 +275,13 @@ class PipelineEngine:
                 raise RuntimeError(" ".join(problems)) from error
         if error is not None:
             raise error
-        training = Training(
+        return Training(
             self._module, self.cut, self._gates, self.stages, routes,
             StepState(self._module, places, self._ranks, self._channel) if places else None,
-            self._randomness, ranks=self._ranks, group=self._group, device=self._device,
-            schedule=self._schedule_name, run=self._run, rehearsing=self._rehearsing,
-            draws=any(each[4] for each in found), objects=trace.changed_objects,
+            self._randomness, self._ranks, self._group, self._device, self._schedule_name, self._run, self._rehearse,
+            self._written, draws=any(each[4] for each in found), objects=trace.changed_objects,
+            is_whole=micro_batches > 1 and any(each[5] for each in found),
         )  # fmt: skip
-        training.is_whole = micro_batches > 1 and any(each[5] for each in found)
-        return training
 
     # Evaluation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +18,9 @@ from trainwright.strategies.pipeline.tracing import block_values
 from trainwright.strategies.pipeline.tracing.block_values import BlockValue, Call, Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import Source
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
-from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.tracing.whole_batch import Kind, NotAdditive, Rehearsal, Replay
+from trainwright.strategies.pipeline.tracing.whole_batch import Kind, NotAdditive, Replay, StageDone
 from trainwright.strategies.pipeline.value_spec import tensors_in
-
-
-class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block
-    """Raised by the first block after a stage's own; :meth:`PipelineEngine.call` catches it."""
 
 
 class Pass(Protocol):
@@ -105,38 +100,6 @@ def units_of(module: nn.Module, cut: PipelineCut) -> list[nn.Module]:
             elif ids & owners or isinstance(child, Metric | MetricCollection):
                 found.append(child)
     return found
-
-
-class RehearsalPass:
-    """A run of the user's step on the whole batch without values.
-
-    Args:
-        rehearsal: records it.
-        stand_ins: outputs of blocks.
-        cut: of the module.
-        is_full: whether it continues after the blocks.
-    """
-
-    def __init__(self, rehearsal: Rehearsal, stand_ins: StandIns, cut: PipelineCut, is_full: bool) -> None:
-        self._rehearsal, self._stand_ins, self._cut, self._is_full = rehearsal, stand_ins, cut, is_full
-
-    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tensor without values; see :class:`Pass`."""
-        if not self._is_full:
-            raise StageDone
-        self._rehearsal.in_blocks = True
-        with self._rehearsal.paused():
-            block = self._cut.blocks[index]
-            return self._stand_ins.output(block, args, kwargs, self._stand_ins.key_of(block))
-
-    def unit(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tensor without values."""
-        return self._rehearsal.unit(module, args, kwargs)
-
-    def run(self, function: Callable[[], Any]) -> None:
-        """Run ``function``, which runs the user's step."""
-        with self._rehearsal, suppress(StageDone):
-            function()
 
 
 class StagePass:

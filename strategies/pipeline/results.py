@@ -38,10 +38,15 @@ class StepVerdict(NamedTuple):
 
 @dataclass
 class _Logged:
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
     values: list[Tensor] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    batch_size: float | None = None
+    weights: list[int] = field(default_factory=list)
+    batch_size: int | None = None
+
+    def mean(self) -> Tensor:
+        """Return the mean of values over samples."""
+        weights = torch.tensor(self.weights, dtype=torch.float64, device=self.values[0].device)
+        return (torch.stack(self.values) * weights).sum() / weights.sum()
 
 
 class LogRecorder:
@@ -51,14 +56,11 @@ class LogRecorder:
         sizes: samples of each micro-batch.
         device: of the results.
         module: the user's.
-        known: what the whole batch logs; ``None``: values are means over micro-batches, weighted by samples, or
-            reduced by their ``reduce_fx``.
+        known: what the whole batch logs; empty if there is one micro-batch.
     """
 
-    def __init__(
-        self, sizes: list[int], device: torch.device, module: nn.Module, known: Mapping[str, Logged] | None = None
-    ) -> None:
-        self.known = known
+    def __init__(self, sizes: list[int], device: torch.device, module: nn.Module, known: Mapping[str, Logged]) -> None:
+        self._known = known
         self.sizes, self.device, self.module = sizes, device, module
         self.metrics: dict[str, tuple[str, dict[str, Any]]] = {}
         self.current: int | None = None
@@ -86,17 +88,11 @@ class LogRecorder:
                 f"(self.log({name!r}, self.metric(prediction, target)))."
             )
         size = kwargs.pop("batch_size", None)
-        logged = self.logs.setdefault(name, _Logged(kwargs))
-        logged.kwargs = kwargs
-        if self.known is not None:
-            whole = self.known.get(name, Logged(None, None))
-            value = value if whole.value is None else whole.value
-            logged.batch_size = whole.batch_size
-        elif size is not None:
-            logged.batch_size = (logged.batch_size or 0.0) + float(size)
-        is_weighted = self.known is None and size is not None
-        logged.values.append(_number(value, self.device))
-        logged.weights.append(float(size if is_weighted else self.sizes[self.current]))
+        whole = self._known.get(name, Logged(None, size))
+        logged = self.logs.setdefault(name, _Logged())
+        logged.kwargs, logged.batch_size = kwargs, whole.batch_size
+        logged.values.append(_number(value if whole.value is None else whole.value, self.device))
+        logged.weights.append(self.sizes[self.current])
 
     def _name_of(self, metric: Metric) -> str | None:
         # Lightning fills this at the first log of a metric.
@@ -227,10 +223,7 @@ class Publisher:
         hows = [(key, _how(value)) for key, value in entries.items()]
         values = [entries[key] for key, how in hows if how[0] in ("float", "scalar")]
         for each in logs.values():
-            values += [
-                _reduced(each, recorder.known is not None),
-                *([] if each.batch_size is None else [each.batch_size]),
-            ]
+            values += [each.mean(), *([] if each.batch_size is None else [each.batch_size])]
         logged = [(name, _named(each.kwargs), each.batch_size is not None) for name, each in logs.items()]
         metrics = [(name, where, _named(kwargs)) for name, (where, kwargs) in recorder.metrics.items()]
         names = (isinstance(output, dict), hows, logged, metrics)
@@ -262,17 +255,6 @@ def _how(value: Any) -> tuple[Any, ...]:
     if isinstance(value, Tensor):
         return ("tensor",) if value.ndim else ("scalar", value.dtype)
     return ("float",) if isinstance(value, float) else ("object", value)
-
-
-def _reduced(logged: _Logged, adds_up: bool) -> Tensor:
-    how = "mean" if adds_up else logged.kwargs.get("reduce_fx", "mean")
-    how = how if isinstance(how, str) else _REDUCTIONS.get(how, "mean")
-    values = torch.stack(logged.values)
-    if how in ("sum", "max", "min"):
-        reduced: Tensor = getattr(values, how)()
-        return reduced
-    weights = torch.tensor(logged.weights, dtype=torch.float64, device=values.device)
-    return (values * weights).sum() / weights.sum()
 
 
 def _number(value: Any, device: torch.device) -> Tensor:

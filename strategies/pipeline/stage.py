@@ -176,7 +176,8 @@ class UserStepStage(_PipelineStageBase):
     def _enter(self, chunk: int) -> tuple[Any, tuple[Tensor, ...]]:
         form, received = self._inputs.pop(chunk)
         tensors = [tensor.to(spec.dtype) for tensor, spec in zip(received, form.tensors, strict=True)]
-        return arrive(form, tensors, self.has_backward and torch.is_grad_enabled())
+        leaves = leaves_of(form, tensors, self.has_backward and torch.is_grad_enabled())
+        return form.build([_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]), leaves
 
     # Backward
 
@@ -299,8 +300,8 @@ class UserStepStage(_PipelineStageBase):
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in tensors]
 
 
-def arrive(form: ValueSpec, tensors: Iterable[Tensor], with_gradients: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return the structure of received tensors for a stage, and the tensors, the leaves of its graph.
+def leaves_of(form: ValueSpec, tensors: Iterable[Tensor], with_gradients: bool = True) -> tuple[Tensor, ...]:
+    """Return the leaves of the graph of a stage that gets these tensors.
 
     Args:
         form: spec of the previous stage's output.
@@ -308,8 +309,7 @@ def arrive(form: ValueSpec, tensors: Iterable[Tensor], with_gradients: bool = Tr
         with_gradients: whether a backward follows.
     """
     pairs = zip(tensors, form.tensors, strict=True)
-    leaves = tuple(tensor.requires_grad_(each.requires_grad and with_gradients) for tensor, each in pairs)
-    return form.build([_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]), leaves
+    return tuple(tensor.detach().requires_grad_(each.requires_grad and with_gradients) for tensor, each in pairs)
 
 
 def _depends(output: Tensor, leaves: set[Node]) -> bool:

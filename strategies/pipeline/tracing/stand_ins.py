@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.core.torch_internals import FakeTensor, FakeTensorMode, _disable_current_modes
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline.tracing import sample_functions as functions
 from trainwright.strategies.pipeline.tracing.block_values import Placeholder
 from trainwright.strategies.pipeline.value_spec import PLAIN, tensors_in
-from trainwright.strategies.plan.slots import Slot
+
+
+class Written(Protocol):
+    """The module as written."""
+
+    @property
+    def parameters(self) -> Sequence[Any]:
+        """Its parameters, with ``name``, whole ``shape`` and ``slots``."""
+
+    def shown(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> AbstractContextManager[None]:
+        """Show it, with these parameters, in a ``with`` block."""
 
 
 class StandIns:
@@ -23,33 +34,31 @@ class StandIns:
     A module runs on them once for each set of shapes.
 
     Args:
-        parameters: yields name, whole shape and places of each parameter.
-        show: puts other parameters into the module as written, by name, in a ``with`` block.
+        written: the module as written.
+        gates: off while it runs.
         device: of the step.
 
     Attributes:
         transparent: ids of modules that return a single number, whose calls are followed.
     """
 
-    def __init__(
-        self,
-        parameters: Callable[[], Iterator[tuple[str, tuple[int, ...], Sequence[Slot]]]],
-        show: Callable[[Mapping[str, nn.Parameter]], AbstractContextManager[None]],
-        device: torch.device,
-    ) -> None:
-        self._parameters, self._show, self._device = parameters, show, device
+    def __init__(self, written: Written, gates: Any, device: torch.device) -> None:
+        self._written, self._gates, self._device = written, gates, device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._outputs: dict[Any, Any] = {}
         self._keys: dict[int, Any] = {}
         self.transparent: set[int] = set()
 
-    def shown(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def shown(self) -> Iterator[None]:
         """Show the module as written with parameters without values."""
+        now = {each.name: (each.shape, getattr(*each.slots[0])) for each in self._written.parameters}
         found = {
-            name: nn.Parameter(self._empty(shape, _now(slots).dtype), requires_grad=_now(slots).is_floating_point())
-            for name, shape, slots in self._parameters()
+            name: nn.Parameter(self._empty(shape, tensor.dtype), requires_grad=tensor.is_floating_point())
+            for name, (shape, tensor) in now.items()
         }
-        return self._show(found)
+        with with_attributes(self._gates, current=None), self._written.shown(found, self._device):
+            yield
 
     def output(self, module: nn.Module, args: Any, kwargs: Any, key: Any = None) -> Any:
         """Return a module's output.
@@ -81,9 +90,9 @@ class StandIns:
         owners = {id(sub): path for path, sub in block.named_modules()}
         if id(block) not in self._keys:
             shapes = [
-                (owners[id(owner)], key, shape)
-                for _, shape, slots in self._parameters()
-                for owner, key in slots
+                (owners[id(owner)], key, each.shape)
+                for each in self._written.parameters
+                for owner, key in each.slots
                 if id(owner) in owners
             ]
             self._keys[id(block)] = type(block), tuple(sorted(shapes))
@@ -98,8 +107,6 @@ class StandIns:
         """Return arguments without values of parameters and activations."""
         if func is Tensor.__getitem__ and not isinstance(args[1], str):
             args = (args[0], functions.positions(args[1]))
-        elif functions.stem_of(func) == "masked_select":
-            raise RuntimeError("masked_select of activations")
         known: dict[int, tuple[int, ...]] = {}
 
         def replace(tensor: Tensor) -> Tensor:
@@ -108,7 +115,7 @@ class StandIns:
             ):
                 return tensor
             if not known:
-                known.update({id(_now(slots)): shape for _, shape, slots in self._parameters()})
+                known.update({id(getattr(*each.slots[0])): each.shape for each in self._written.parameters})
             made = self._empty(known.get(id(tensor), tuple(tensor.shape)), tensor.dtype)
             return made.requires_grad_(tensor.requires_grad)
 
@@ -125,8 +132,3 @@ class StandIns:
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with self._mode:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-
-
-def _now(slots: Sequence[Slot]) -> Tensor:
-    found: Tensor = getattr(*slots[0])
-    return found

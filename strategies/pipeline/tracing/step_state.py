@@ -126,10 +126,13 @@ def _stored_tensor_problem(change: Change) -> str:
     )
 
 
-def contents_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> Callable[[], None]:
-    """Return a function that restores what lists, dicts and sets of a module hold now."""
+def contents_of(
+    module: nn.Module, places: Sequence[tuple[str, str]], metrics: Iterable[nn.Module] = ()
+) -> Callable[[], None]:
+    """Return a function that restores what lists, dicts and sets of a module, and its metrics, hold now."""
     owners = (vars(module.get_submodule(path)).get(name) for path, name in places)
     held: list[tuple[Any, Any]] = [(v, copy.copy(v)) for v in owners if hasattr(v, "clear")]
+    held += [(vars(metric), {name: _copied(value) for name, value in vars(metric).items()}) for metric in metrics]
 
     def restore() -> None:
         for container, content in held:
@@ -137,6 +140,10 @@ def contents_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> Callabl
             (container.extend if hasattr(container, "extend") else container.update)(content)
 
     return restore
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
 
 
 class StepState:

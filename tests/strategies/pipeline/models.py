@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.pipeline.schedules import split_blocks, stages_of_rank, stages_per_rank_of
@@ -133,8 +134,14 @@ def engine_of(
     stages = ranks * stages_per_rank_of(schedule, kwargs.pop("stages_per_rank", None))
     spans = split_blocks([1.0] * len(plan.blocks), stages)
     cut = PipelineCut(model, plan, spans, stages_of_rank(rank, ranks, stages, schedule))
+    written = AsWritten.of(model)
     cut.apply()
+    written.set_up()
     box: list[PipelineEngine] = []
+
+    def run(method: str, args: Any, kwargs: Any) -> Any:
+        return box[0].call(lambda: getattr(model, method)(*args, **kwargs))
+
     engine = PipelineEngine(
         model,
         cut,
@@ -142,7 +149,9 @@ def engine_of(
         schedule=schedule,
         micro_batches=micro_batches,
         device=torch.device("cpu"),
-        run=lambda method, args, kwargs: box[0].call(lambda: getattr(model, method)(*args, **kwargs)),
+        run=run,
+        rehearse=run,
+        written=written,
         **kwargs,
     )
     box.append(engine)
