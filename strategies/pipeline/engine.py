@@ -31,7 +31,6 @@ from trainwright.strategies.pipeline.schedules import CHOICES, ranks_of_stages
 from trainwright.strategies.pipeline.stage import UserStepStage
 from trainwright.strategies.pipeline.tracing.block_values import Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace
-from trainwright.strategies.pipeline.tracing.module_state import ModuleState
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes, needs_everything, plan_routes
 from trainwright.strategies.pipeline.tracing.stand_ins import Written
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
@@ -39,6 +38,7 @@ from trainwright.strategies.pipeline.tracing.step_state import StatePlace, StepS
 from trainwright.strategies.pipeline.tracing.whole_batch import Rehearsal
 from trainwright.strategies.pipeline.training import PipelineStep, Run, Training
 from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueChannel
+from trainwright.strategies.plan.module_state import ModuleState
 
 
 class PipelineEngine:

@@ -18,9 +18,10 @@ from trainwright.core.torch_internals import (
     temporarily_clear_interpreter_stack,
 )
 from trainwright.strategies.base.certificate.determinism import Deterministic
-from trainwright.strategies.base.certificate.state import KeptObjects, KeptState, is_same
+from trainwright.strategies.base.certificate.state import is_same
 from trainwright.strategies.base.certificate.written import WrittenParameter
 from trainwright.strategies.contract.attributes import with_attributes
+from trainwright.strategies.plan.module_state import KeptObjects, ModuleState
 from trainwright.strategies.state.assemble import Assembly
 from trainwright.strategies.state.wholes import whole_on_device
 
@@ -288,12 +289,12 @@ class _BlockInputs:
     def __init__(self, randomness: Deterministic, block: nn.Module, arguments: Any) -> None:
         self.drawn = randomness.drawn()
         self._block, self._arguments = block, arguments
-        self._kept: tuple[KeptState, KeptObjects] | None = None
+        self._kept: tuple[ModuleState, KeptObjects] | None = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Record state and arguments around the first run; restore them for later runs."""
-        now = KeptState(self._block), KeptObjects(self._arguments)
+        now = ModuleState(self._block), KeptObjects(self._arguments)
         if self._kept is None:
             yield
             self._kept = now

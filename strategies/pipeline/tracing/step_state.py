@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace, Source, depends_on_data
-from trainwright.strategies.pipeline.tracing.module_state import Change
 from trainwright.strategies.pipeline.value_spec import ValueChannel
+from trainwright.strategies.plan.module_state import Change
 
 
 @dataclass(frozen=True)
