@@ -277,7 +277,7 @@ class PipelineEngine:
             raise error
         return Training(
             self._module, self.cut, self._gates, self.stages, routes,
-            StepState(self._module, places, self._ranks, self._channel) if places else None,
+            StepState(self._module, places, self._ranks, self._channel),
             self._randomness, self._ranks, self._group, self._device, self._schedule_name, self._run, self._rehearse,
             self._written, draws=any(each[4] for each in found), objects=trace.changed_objects,
             is_whole=micro_batches > 1 and any(each[5] for each in found),

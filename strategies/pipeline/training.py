@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,13 +59,9 @@ class PipelineStep:
     sizes: list[int]
     scale: Callable[[Tensor, float], Tensor]
     recorder: LogRecorder = field(init=False)
-    rehearsal: Rehearsal | None = None
-    problem: str = ""
-    is_lost: bool = False
-
-    def restart(self) -> None:
-        """Forget a first attempt."""
-        self.problem, self.is_lost, self.rehearsal = "", False, None
+    rehearsal: Rehearsal | None = field(default=None, init=False)
+    problem: str = field(default="", init=False)
+    is_lost: bool = field(default=False, init=False)
 
 
 @dataclass(eq=False)
@@ -90,7 +86,7 @@ class Training:
     gates: Gates
     stages: list[UserStepStage]
     routes: StageRoutes
-    state: StepState | None
+    state: StepState
     randomness: StepRandomness
     ranks: Sequence[int]
     group: dist.ProcessGroup
@@ -107,8 +103,7 @@ class Training:
         self._ends = self.cut.stages - 1 in self.cut.mine
         self._publisher = Publisher(self.group, self.ranks[-1], self.device)
         self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
-        self._metrics = [sub for sub in self.module.modules() if isinstance(sub, Metric)]
-        self._collections = [sub for sub in self.module.modules() if isinstance(sub, MetricCollection)]
+        self._metrics = [sub for sub in self.module.modules() if isinstance(sub, Metric | MetricCollection)]
         self._step: PipelineStep | None = None
         self._buffers: dict[int, dict[str, list[tuple[int, int]]]] = {}
         self._block_modules: dict[int, list[tuple[str, nn.Module]]] = {}
@@ -116,8 +111,7 @@ class Training:
 
     def run(self, step: PipelineStep) -> Any:
         """Run forward and backward of all micro-batches; returns the step's result on every rank. A collective."""
-        if self.state is not None:
-            self.state.begin_step()
+        self.state.begin_step()
         random, restore = random_state(self.device), contents_of(self.module, self.objects, self._metrics)
         output, verdict = self._attempt(step)
         if verdict.is_redone and verdict.problem:
@@ -136,30 +130,25 @@ class Training:
                 f"A later micro-batch of this step computes something else than the first: {verdict.problem}. Its loss "
                 "would not be that of one process. No weight has changed. Use strategy.micro_batches=1, or pipeline=1."
             )
-        if self.state is not None:
-            self.state.end_step()
+        self.state.end_step()
         return output
 
     def _attempt(self, step: PipelineStep) -> tuple[Any, StepVerdict]:
         count, log, draws = len(step.parts), getattr(self.module, "log", no_log), self.draws
-        self._step = step
-        step.restart()
+        is_joined = self.is_whole and count > 1
+        self._step = step = replace(step)
         for stage in self.stages:
             stage.signatures = [batches.signature(given) for given in step.parts]
-            stage.run_tail = self._run_tail if self.is_whole and stage.is_last and count > 1 else None
+            stage.run_tail = self._run_tail if is_joined and stage.is_last else None
         try:
             if draws:
                 self.randomness.begin()
             if count > 1:
                 step.rehearsal = self._rehearse(step)
                 step.is_lost = self._ends and step.rehearsal.draws and not draws
-            is_split = step.rehearsal is not None and not self.is_whole
-            step.recorder = LogRecorder(
-                step.sizes if is_split else [sum(step.sizes)],
-                self.device,
-                self.module,
-                step.rehearsal.logs if is_split else {},
-            )
+            known = {} if step.rehearsal is None or is_joined else step.rehearsal.logs
+            sizes = [sum(step.sizes)] if is_joined else step.sizes
+            step.recorder = LogRecorder(sizes, self.device, self.module, known)
             with redirected_log(self.module, self._log), ExitStack() as stack:
                 for metric in self._metrics:
                     stack.enter_context(with_attributes(metric, update=self._updating(metric.update)))
@@ -167,9 +156,8 @@ class Training:
         except BaseException:
             self.forget()
             raise
-        verdict = StepVerdict(
-            step.problem, step.is_lost, draws or (step.rehearsal is not None and step.rehearsal.draws)
-        )
+        has_drawn = draws or (step.rehearsal is not None and step.rehearsal.draws)
+        verdict = StepVerdict(step.problem, step.is_lost, has_drawn)
         self.end()
         output, verdict = self._publisher.publish(step.recorder, log, verdict)
         if draws:
@@ -203,23 +191,17 @@ class Training:
         """Run the step on the whole batch without values; only up to the blocks where the last stage is elsewhere."""
         batch = batches.copied(step.batch)
         args, kwargs = batches.replace_argument(*step.whole, step.batch, batch)
-        rehearsal = Rehearsal(
-            self._stand_ins,
-            self.cut.blocks,
-            batches.tensors_of(batch),
-            sum(step.sizes),
-            is_full=self._ends and not self.is_whole,
-        )
+        samples, is_full = batches.tensors_of(batch), self._ends and not self.is_whole
+        rehearsal = Rehearsal(self._stand_ins, self.cut.blocks, samples, sum(step.sizes), is_full)
         self.gates.current = rehearsal
-        if self.state is not None:
-            self.state.begin_micro_batch()
+        self.state.begin_micro_batch()
         no_metric = {"forward": lambda *_, **__: self._stand_ins.like(torch.zeros(())), "update": lambda *_, **__: None}
         restore = contents_of(self.module, self.objects)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.randomness.micro_batch(None) if self.draws else nullcontext())
                 stack.enter_context(redirected_log(self.module, rehearsal.log))
-                for metric in (*self._metrics, *self._collections):
+                for metric in self._metrics:
                     stack.enter_context(with_attributes(metric, **no_metric))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self.rehearse("training_step", args, kwargs)
@@ -276,7 +258,6 @@ class Training:
 
     def _check_buffers(self, stage: int, part: int) -> None:
         """Raise if micro-batches change a buffer of a block that the first step left alone, one after the other."""
-        known = () if self.state is None else self.state.labels
         if stage not in self._block_modules:  # once: walking through all modules takes longer than looking at buffers
             blocks = [(self.cut.names[index], self.cut.blocks[index]) for index in self.cut.spans[stage]]
             self._block_modules[stage] = [each for name, block in blocks for each in block.named_modules(prefix=name)]
@@ -284,7 +265,7 @@ class Training:
             f"{path}.{name}": identities(buffer)
             for path, sub in self._block_modules[stage]
             for name, buffer in sub._buffers.items()
-            if buffer is not None and f"{path}.{name}" not in known
+            if buffer is not None and f"{path}.{name}" not in self.state.labels
         }
         before = self._buffers.get(stage, found) if part else found
         changed = [name for name, value in found.items() if before.get(name, value) != value]
@@ -303,18 +284,16 @@ class Training:
         run.randomness = self.randomness if self.draws else None
         self.gates.current = run
         step.recorder.current = (part or 0) if is_last else None
-        if self.state is not None:
-            self.state.begin_micro_batch()
+        self.state.begin_micro_batch()
         seeded = None if len(step.parts) == 1 else part
         try:
             with self.randomness.micro_batch(seeded) if self.draws else nullcontext():
                 output = self.run_step("training_step", *arguments)
         finally:
             self.gates.current, step.recorder.current = None, None
-        if self.state is not None:
-            is_tail = run.stage == self.cut.stages
-            shared = False if run.leaves_after else True if is_tail else None
-            self.state.end_micro_batch(run.stage - is_tail, shared)
+        is_tail = run.stage == self.cut.stages
+        shared = False if run.leaves_after else True if is_tail else None
+        self.state.end_micro_batch(run.stage - is_tail, shared)
         return step.recorder.finish(part or 0, output) if is_last else output
 
     # ---- schedules -------------------------------------------------------------------------------------------------

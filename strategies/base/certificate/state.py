@@ -41,7 +41,7 @@ class WrittenWeights:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # With an alias of each, since user code may give a parameter other memory (``.data = ...``).
         self._watched = {
-            t.untyped_storage().data_ptr(): (name, t, t.detach())
+            t.untyped_storage()._cdata: (name, t, t.detach())
             for name, t in tensors.items()
             if t.numel() and not t.is_meta
         }
@@ -50,7 +50,7 @@ class WrittenWeights:
     def before(self, written: Iterable[Tensor]) -> None:
         """Save every watched parameter that an operator is about to write to."""
         for tensor in written:
-            name, _, memory = self._watched.get(tensor.untyped_storage().data_ptr(), ("", tensor, tensor))
+            name, _, memory = self._watched.get(tensor.untyped_storage()._cdata, ("", tensor, tensor))
             if name and name not in self._saved:
                 self._saved[name] = memory.clone()
 

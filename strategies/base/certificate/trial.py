@@ -81,6 +81,10 @@ class Trial:
     state: Changes = field(default_factory=dict)
     written: Set[str] = frozenset()
 
+    def see(self, loss: Tensor) -> None:
+        """Record a loss."""
+        self.losses.append(float(loss.detach().float().item()))
+
 
 class _Stepped(BaseException):
     """Raised where user code steps an optimizer, to end the trial."""
@@ -146,7 +150,7 @@ def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor],
             trial.logged[name] = float(number)
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        trial.losses.append(float(loss.detach().float().item()))
+        trial.see(loss)
         run_backward(loss, *args, **kwargs)
 
     def skip(*_: Any, **__: Any) -> Tensor:  # gradients are compared before clipping

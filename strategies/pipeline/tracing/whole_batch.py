@@ -94,7 +94,7 @@ class Rehearsed(NamedTuple):
     func: Any
     operators: functions.Operators
     writes: bool
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: list[tuple[int, ...]]
     values: tuple[Tensor, ...]
     numel: int
     total: Tensor | None
@@ -235,19 +235,10 @@ class Rehearsal(_Calls):
         found = tensors_in(output)
         is_needed = has_values and (ran.draws or not ran.compute_by_sample(args))
         values = tuple(each.detach().clone() for each in found) if is_needed else ()
-        self.calls.append(
-            Rehearsed(
-                func,
-                ran,
-                is_write := func is Tensor.__setitem__ or (len(args) > 0 and output is args[0]),
-                tuple(tuple(each.shape) for each in found),
-                values,
-                given[0].numel() if given else 0,
-                total,
-                _numbers(args) if ran.are_pointwise else (),
-                not self._reads,
-            )
-        )
+        is_write = func is Tensor.__setitem__ or (len(args) > 0 and output is args[0])
+        shapes, numbers = [tuple(each.shape) for each in found], _numbers(args) if ran.are_pointwise else ()
+        numel = given[0].numel() if given else 0
+        self.calls.append(Rehearsed(func, ran, is_write, shapes, values, numel, total, numbers, not self._reads))
         for tensor in (*found, *given[:is_write]):
             self._kinds[tensor] = Kind.DATA if has_values else Kind.SAMPLES
             if values:
@@ -383,7 +374,7 @@ class Replay(_Calls):
             return func(*args, **kwargs), Kind.SUM if is_linear else Kind.OTHER
         has_samples = Kind.SAMPLES in kinds
         is_ragged = any(tensor in self._ragged for tensor in given) or call.operators.select_by_mask(args)
-        if call.total is not None and call.shapes == ((),) and has_samples:
+        if call.total is not None and call.shapes == [()] and has_samples:
             bound = functions.class_mean(func, args, kwargs)
             assert bound is not None
             loss = functions.summed(func, bound)
@@ -394,7 +385,7 @@ class Replay(_Calls):
         if not has_samples and all(same):
             return output, Kind.PARAMETER
         reduction = (call.operators.reduction or functions.reduction_of(func, args, kwargs)) if any(same) else ""
-        if has_samples and same == [True] and reduction and (call.shapes == ((),) or not is_ragged):
+        if has_samples and same == [True] and reduction and (call.shapes == [()] or not is_ragged):
             return self._contribution(call, reduction, output, given[0]), Kind.SUM
         if is_ragged:
             for each in found:
