@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -51,13 +52,11 @@ class Gates:
 
     def attach(self) -> None:
         """Install the gates, after all other hooks, patches and compilations of the blocks."""
-        for index, block in enumerate(self._blocks):
+        gates = [(block, partial(self._gate, index)) for index, block in enumerate(self._blocks)]
+        for module, gate in (*gates, *((unit, partial(self._unit_gate, unit)) for unit in self._units)):
             # Torch calls this instead of hooks and forward, as for a compiled block.
-            gate = self._gate(index, block._compiled_call_impl or block._call_impl)
-            self._attached.enter_context(with_attributes(block, _compiled_call_impl=gate))
-        for unit in self._units:
-            gate = self._unit_gate(unit, unit._compiled_call_impl or unit._call_impl)
-            self._attached.enter_context(with_attributes(unit, _compiled_call_impl=gate))
+            call = gate(module._compiled_call_impl or module._call_impl)
+            self._attached.enter_context(with_attributes(module, _compiled_call_impl=call))
 
     def detach(self) -> None:
         """Remove the gates."""
@@ -201,7 +200,7 @@ class StagePass:
             if index == self.span.start - 1:
                 return self._main
             if self._skipped_output is None:
-                self._skipped_output = pytree.tree_map_only(Tensor, routes.placeholder_like, self._main)
+                self._skipped_output = pytree.tree_map_only(Tensor, _placeholder_like, self._main)
             return self._skipped_output
         form, outputs = routes.forms[index], routes.tensors_of_output(index)
         main = tensors_in(self._main)
@@ -270,6 +269,10 @@ class StagePass:
                 "block is called, but was not in the first step. The next stage would repeat it: use an operation that "
                 "creates a new tensor (x = x + y, not x += y)."
             )
+
+
+def _placeholder_like(tensor: Tensor) -> Tensor:
+    return block_values.placeholder(tensor.shape, tensor.dtype, tensor.device)
 
 
 def order_message(names: Sequence[str], index: int, expected: int) -> str:

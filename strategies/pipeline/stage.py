@@ -51,13 +51,13 @@ class UserStepStage(_PipelineStageBase):
         group: ranks of the pipeline.
         ranks: rank in the group of each stage.
         registry: specs of what stages send.
-        forward: runs the user's step.
         source: description of the output, for messages.
         sent_as: dtype in which fp32 tensors of at least two dims (hidden states), and their gradients, are sent to
             another rank; ``None``: their own.
 
     Attributes:
         signatures: of the micro-batches of this step, keys of their specs.
+        run_step: runs the user's step.
         sends: of this step; ``None``: left to torch's schedule.
         run_tail: runs the code after the last stage's blocks on the outputs of all micro-batches, and returns their
             gradients; ``None``: it runs within each.
@@ -73,17 +73,17 @@ class UserStepStage(_PipelineStageBase):
         *,
         ranks: Sequence[int],
         registry: SpecRegistry,
-        forward: Forward,
         source: str,
         sent_as: torch.dtype | None = None,
     ) -> None:
         super().__init__(submodule, index, count, device, group)
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self.signatures: list[Any] = []
-        self._registry, self._forward, self._source, self._sent_as = registry, forward, source, sent_as
+        self._registry, self._source, self._sent_as = registry, source, sent_as
         self._inputs: dict[int, Activation] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._deferred: dict[int, Any] = {}
+        self.run_step: Forward
         self.sends: Sends | None = None
         self.run_tail: Callable[[UserStepStage, list[Activation]], list[tuple[Tensor | None, ...]]] | None = None
         self._ended: dict[int, Activation] = {}
@@ -142,7 +142,7 @@ class UserStepStage(_PipelineStageBase):
         leaves: tuple[Tensor, ...] = ()
         if not self.is_first:
             received, leaves = self._enter(fwd_chunk_id)
-        output = self._forward(self.stage_index, fwd_chunk_id, received)
+        output = self.run_step(self.stage_index, fwd_chunk_id, received)
         if self.is_last and self.run_tail is None:
             loss = output if output is not None else torch.zeros((), device=self.device)
             self.fwd_cache[fwd_chunk_id] = (None, cast("list[Tensor]", leaves))

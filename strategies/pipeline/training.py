@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,24 @@ from trainwright.strategies.pipeline.tracing.step_state import StepState, conten
 from trainwright.strategies.pipeline.tracing.whole_batch import Kind, MixedSamplesError, Rehearsal, Replay
 from trainwright.strategies.pipeline.value_spec import tensors_in
 
-Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Steps(Protocol):
+    """Runs of the user's ``training_step``, which end in :meth:`PipelineEngine.call`, as a strategy requires them."""
+
+    @property
+    def written(self) -> Written:
+        """The module as written."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rehearses: bool = False) -> Any:
+        """Run it on one micro-batch; a rehearsal without collectives of the strategy."""
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it without gradients, on all stages together."""
+
+    def whole(self, name: str) -> Tensor:
+        """Return a parameter of this rank as a whole local tensor; called on every holder in the same order."""
 
 
 @dataclass
@@ -74,8 +91,7 @@ class Training:
         group: of the pipeline.
         device: of results.
         schedule: its name.
-        run_step, rehearse: see :class:`PipelineEngine`.
-        written: the module as written.
+        steps: of the strategy.
         draws: whether the step draws random numbers outside of the blocks.
         objects: path and name of lists and the like that it changes.
         is_whole: whether the code after the blocks runs once per batch.
@@ -92,22 +108,20 @@ class Training:
     group: dist.ProcessGroup
     device: torch.device
     schedule: str
-    run_step: Run
-    rehearse: Run
-    written: Written
+    steps: Steps
     draws: bool
     objects: Sequence[tuple[str, str]]
     is_whole: bool
+    _step: PipelineStep = field(init=False)
 
     def __post_init__(self) -> None:
         self._ends = self.cut.stages - 1 in self.cut.mine
         self._publisher = Publisher(self.group, self.ranks[-1], self.device)
         self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
         self._metrics = [sub for sub in self.module.modules() if isinstance(sub, Metric | MetricCollection)]
-        self._step: PipelineStep | None = None
         self._buffers: dict[int, dict[str, list[tuple[int, int]]]] = {}
         self._block_modules: dict[int, list[tuple[str, nn.Module]]] = {}
-        self._stand_ins = StandIns(self.written, self.gates, self.device)
+        self._stand_ins = StandIns(self.steps.written, self.gates, self.device)
 
     def run(self, step: PipelineStep) -> Any:
         """Run forward and backward of all micro-batches; returns the step's result on every rank. A collective."""
@@ -138,6 +152,7 @@ class Training:
         is_joined = self.is_whole and count > 1
         self._step = step = replace(step)
         for stage in self.stages:
+            stage.run_step = self.forward
             stage.signatures = [batches.signature(given) for given in step.parts]
             stage.run_tail = self._run_tail if is_joined and stage.is_last else None
         try:
@@ -151,7 +166,7 @@ class Training:
             step.recorder = LogRecorder(sizes, self.device, self.module, known)
             with redirected_log(self.module, self._log), ExitStack() as stack:
                 for metric in self._metrics:
-                    stack.enter_context(with_attributes(metric, update=self._updating(metric.update)))
+                    stack.enter_context(with_attributes(metric, update=partial(self._update, metric.update)))
                 self._run_schedule(count)
         except BaseException:
             self.forget()
@@ -165,20 +180,16 @@ class Training:
         self.draws = verdict.draws
         return output, verdict
 
-    def _updating(self, update: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any, **kwargs: Any) -> None:
-            replay = getattr(self.gates.current, "replay", None)
-            if replay is None:
-                return update(*args, **kwargs)
-            if any(replay.kind(tensor) >= Kind.SUM for tensor in tensors_in((args, kwargs))):
-                replay.stop("a metric is updated with a value of the whole batch")
-            with replay.paused():
-                return update(*args, **kwargs)
-
-        return run
+    def _update(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        replay = getattr(self.gates.current, "replay", None)
+        if replay is None:
+            return update(*args, **kwargs)
+        if any(replay.kind(tensor) >= Kind.SUM for tensor in tensors_in((args, kwargs))):
+            replay.stop("a metric is updated with a value of the whole batch")
+        with replay.paused():
+            return update(*args, **kwargs)
 
     def _log(self, name: str, value: Any, **kwargs: Any) -> None:
-        assert self._step is not None
         replay = getattr(self.gates.current, "replay", None)
         if replay is not None and not replay.contributes(value):
             replay.stop(f"what self.log({name!r}) is given is no sum over samples")
@@ -204,7 +215,7 @@ class Training:
                 for metric in self._metrics:
                     stack.enter_context(with_attributes(metric, **no_metric))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                self.rehearse("training_step", args, kwargs)
+                self.steps.run(args, kwargs, rehearses=True)
         except MixedSamplesError:
             raise
         except Exception as error:  # if it is the user's, the step raises it, too
@@ -218,7 +229,6 @@ class Training:
     def _run_tail(self, stage: UserStepStage, outputs: list[Activation]) -> list[tuple[Tensor | None, ...]]:
         """Run the code after the blocks, and its backward, on all micro-batches' outputs; returns their gradients."""
         step = self._step
-        assert step is not None
         parameters = [source.kind == "parameter" for source in self.routes.sent[-1]]
         leaves = [leaves_of(output.form, output.tensors) for output in outputs]
         shared = [False] * (len(leaves[0]) - len(parameters)) + parameters
@@ -234,12 +244,11 @@ class Training:
     def forward(self, stage: int, part: int, received: Any) -> Any:
         """Run the user's step for one stage and micro-batch; see :class:`UserStepStage`."""
         step = self._step
-        assert step is not None
         run = StagePass(self.routes, stage, received)
         if step.rehearsal is not None:
             start, ends = sum(step.sizes[:part]), run.is_last and not self.is_whole
             samples = batches.tensors_of(step.batches[part])
-            run.replay = Replay(step.rehearsal, self._stand_ins, samples, start, step.sizes[part], ends)
+            run.replay = Replay(step.rehearsal, samples, start, step.sizes[part], ends)
         is_joined = self.is_whole and len(step.parts) > 1
         run.leaves_after = is_joined and run.is_last
         output = self._user_step(run, step.parts[part], part)
@@ -279,7 +288,6 @@ class Training:
     def _user_step(self, run: StagePass, arguments: Arguments, part: int | None) -> Any:
         """Return what a stage sends, or the loss."""
         step = self._step
-        assert step is not None
         is_last = run.is_last and not run.leaves_after
         run.randomness = self.randomness if self.draws else None
         self.gates.current = run
@@ -288,7 +296,7 @@ class Training:
         seeded = None if len(step.parts) == 1 else part
         try:
             with self.randomness.micro_batch(seeded) if self.draws else nullcontext():
-                output = self.run_step("training_step", *arguments)
+                output = self.steps.run(*arguments)
         finally:
             self.gates.current, step.recorder.current = None, None
         is_tail = run.stage == self.cut.stages
@@ -319,7 +327,7 @@ class Training:
 
     def end(self) -> None:
         """Drop what a step held."""
-        self._step = None
+        vars(self).pop("_step", None)
         for stage in self.stages:
             stage.clear_runtime_states()
             stage.sends = None

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
 from trainwright.strategies.data.sharding.gathering import parameter_groups
@@ -36,13 +37,7 @@ class PipelineSteps:
 
     def attach(self, engines: Engines) -> None:
         """Connect the pipeline, at the end of setup."""
-        self._engine = engines.attach(
-            self._run,
-            partial(self._run, rehearses=True),
-            self._look,
-            self._whole_here,
-            self._strategy.certificate.written,
-        )
+        self._engine = engines.attach(self)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward and backward of a whole batch, then average gradients over data-parallel ranks."""
@@ -52,23 +47,29 @@ class PipelineSteps:
         self._average_gradients()
         return output
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], rehearses: bool = False) -> Any:
-        """Run a method of the user's module on one micro-batch; rehearsals without collectives of the strategy."""
+    @property
+    def written(self) -> AsWritten:
+        """The module as written."""
+        return self._strategy.certificate.written  # type: ignore[no-any-return]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rehearses: bool = False) -> Any:
+        """Run the user's step on one micro-batch; rehearsals without collectives of the strategy."""
         strategy = self._strategy
         with strategy.precision_plugin.train_step_context(), self._observed(args[0]), strategy.ranks.among_data_ranks():
             if strategy._step is not None and not rehearses:
-                return strategy._step(method, *args, **kwargs)
-            return self._engine.call(partial(getattr(strategy.lightning_module, method), *args, **kwargs))
+                return strategy._step("training_step", *args, **kwargs)
+            return self._engine.call(partial(strategy.lightning_module.training_step, *args, **kwargs))
 
-    def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module without gradients on all pipeline stages together."""
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the user's step without gradients on all pipeline stages together."""
         try:
             with self._strategy.ranks.among_data_ranks():
-                return self._evaluate(method, self._strategy.precision_plugin.train_step_context, *args, **kwargs)
+                context = self._strategy.precision_plugin.train_step_context
+                return self._evaluate("training_step", context, *args, **kwargs)
         finally:
             self._reshard_blocks()
 
-    def _whole_here(self, name: str) -> Tensor:
+    def whole(self, name: str) -> Tensor:
         """Return a parameter of this stage, gathered along the data axes."""
         return whole_on_device(self._strategy.lightning_module.get_parameter(name))
 

@@ -93,39 +93,29 @@ def is_attribute(func: Callable[..., Any], args: Any) -> bool:
 @cache
 def _signature(func: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(func)
+        found = inspect.signature(func)
     except (TypeError, ValueError):
         return None
+    return found if "reduction" in found.parameters and func.__module__ == F.__name__ else None
 
 
-def reduction_of(func: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    """Return ``"sum"`` or ``"mean"`` for a loss with that reduction; ``""`` for other functions."""
+def loss_arguments(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a loss of ``torch.nn.functional`` by name, as of now; empty for other functions."""
     signature = _signature(func)
-    if signature is None or "reduction" not in signature.parameters or func.__module__ != F.__name__:
-        return ""
-    given = signature.bind(*args, **kwargs).arguments
-    reduction = given.get("reduction", signature.parameters["reduction"].default)
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
-    return {"sum": "sum", "mean": "mean", "batchmean": "mean"}.get(reduction, "")
-
-
-def class_mean(func: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments | None:
-    """Return the arguments of a mean over class indices, whose divisor is :func:`valid_targets`; else ``None``."""
-    if func not in _CROSS_ENTROPIES or reduction_of(func, args, kwargs) != "mean":
-        return None
-    signature = _signature(func)
-    assert signature is not None
+    if signature is None:
+        return {}
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    return None if bound.arguments["target"].is_floating_point() else bound
+    legacy = [bound.arguments.pop(name, None) for name in ("size_average", "reduce")]
+    if legacy != [None, None]:
+        bound.arguments["reduction"] = legacy_get_string(legacy[0], legacy[1], emit_warning=False)
+    return bound.arguments
 
 
-def summed(func: Callable[..., Any], bound: inspect.BoundArguments) -> Tensor:
-    """Return the sum instead of the mean of a loss."""
-    bound.arguments.update(reduction="sum", **dict.fromkeys({"size_average", "reduce"} & bound.arguments.keys()))
-    total: Tensor = func(*bound.args, **bound.kwargs)
-    return total
+def is_class_mean(func: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+    """Return whether a loss is a mean over class indices, whose divisor is :func:`valid_targets`."""
+    is_mean = func in _CROSS_ENTROPIES and arguments["reduction"] == "mean"
+    return is_mean and not arguments["target"].is_floating_point()
 
 
 # The default of ``ignore_index`` where it is None.

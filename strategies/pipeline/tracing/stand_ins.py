@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.torch_internals import FakeTensor, FakeTensorMode, _disable_current_modes
+from trainwright.core.torch_internals import FakeTensor, FakeTensorMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline.tracing import sample_functions as functions
@@ -46,57 +47,46 @@ class StandIns:
         self._written, self._gates, self._device = written, gates, device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._outputs: dict[Any, Any] = {}
-        self._keys: dict[int, Any] = {}
+        self._keys: dict[int, str] = {}
         self.transparent: set[int] = set()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the module as written with parameters without values."""
-        now = {each.name: (each.shape, getattr(*each.slots[0])) for each in self._written.parameters}
-        found = {
-            name: nn.Parameter(self._empty(shape, tensor.dtype), requires_grad=tensor.is_floating_point())
-            for name, (shape, tensor) in now.items()
-        }
+        found = {}
+        for each in self._written.parameters:
+            dtype = getattr(*each.slots[0]).dtype
+            found[each.name] = nn.Parameter(self._empty(each.shape, dtype), requires_grad=dtype.is_floating_point)
         with with_attributes(self._gates, current=None), self._written.shown(found, self._device):
             yield
 
-    def output(self, module: nn.Module, args: Any, kwargs: Any, key: Any = None) -> Any:
-        """Return a module's output.
-
-        Args:
-            module: of the user.
-            args, kwargs: of the call.
-            key: equal for modules that return the same shapes; default: the module.
-        """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        forms = tuple(
-            (tuple(leaf.shape), leaf.dtype)
-            if isinstance(leaf, Tensor)
-            else (leaf if isinstance(leaf, PLAIN) else type(leaf))
-            for leaf in leaves
-        )
-        place = id(module) if key is None else key, module.training, str(spec), forms
+    def output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return a module's output."""
+        place = self._key_of(module), module.training, str(pytree.tree_map(_form, (args, kwargs)))
         if place not in self._outputs:
             with self.shown():
                 made = module(*args, **kwargs)
-            if key is None and any(not tensor.dim() for tensor in tensors_in(made)):
-                self.transparent.add(id(module))
             self._outputs[place] = pytree.tree_map_only(Tensor, self.like, made)
+        if any(not tensor.dim() for tensor in tensors_in(self._outputs[place])):
+            self.transparent.add(id(module))
         # Clones: in-place changes of a leaf are errors.
         return pytree.tree_map_only(Tensor, Tensor.clone, self._outputs[place])
 
-    def key_of(self, block: nn.Module) -> Any:
-        """Return a key that is equal for blocks whose outputs have the same shapes."""
-        owners = {id(sub): path for path, sub in block.named_modules()}
-        if id(block) not in self._keys:
-            shapes = [
-                (owners[id(owner)], key, each.shape)
-                for each in self._written.parameters
-                for owner, key in each.slots
-                if id(owner) in owners
-            ]
-            self._keys[id(block)] = type(block), tuple(sorted(shapes))
-        return self._keys[id(block)]
+    def _key_of(self, module: nn.Module) -> str:
+        """Return a key that is equal for modules whose outputs have the same shapes."""
+        if id(module) not in self._keys:
+            shapes = [self._shapes.get(id(sub)) for sub in module.modules()]
+            self._keys[id(module)] = f"{module} {shapes}"
+        return self._keys[id(module)]
+
+    @cached_property
+    def _shapes(self) -> dict[int, list[Any]]:
+        """Shapes of the parameters of each module, by its id."""
+        found: dict[int, list[Any]] = {}
+        for each in self._written.parameters:
+            for owner, key in each.slots:
+                found.setdefault(id(owner), []).append((key, each.shape))
+        return found
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return a tensor without values."""
@@ -121,14 +111,12 @@ class StandIns:
 
         return pytree.tree_map_only(Tensor, replace, (args, kwargs))  # type: ignore[no-any-return]
 
-    def without_running(self, func: Callable[[], Any]) -> Any:
-        """Return what ``func`` returns for data, without values; runs it if its shapes depend on values."""
-        try:
-            with _disable_current_modes(), self._mode:
-                return func()
-        except Exception:
-            return func()
-
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with self._mode:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, PLAIN) else type(leaf)

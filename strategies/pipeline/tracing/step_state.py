@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace, Source, depends_on_data
@@ -58,7 +59,7 @@ def find_places(
             continue
         sub = module.get_submodule(change.path)
         sources = trace.of(change.value) if block is None else trace.inner_sources(change.value)
-        if _is_metric(sub):
+        if isinstance(sub, Metric | MetricCollection):
             continue  # accumulates over micro-batches, and is synchronized when computed
         if change.is_first and block is not None and change.name in sub.state_dict():
             problems.append(_unsaved_buffer_problem(change))
@@ -95,10 +96,6 @@ def _stage_for(cut: PipelineCut, sources: Iterable[Source], change: Change) -> i
 def _is_after(sources: Iterable[Source], cut: PipelineCut) -> bool:
     """Return whether a value is computed after the blocks, from the last one's output."""
     return any(source.kind == "block" and source.block == len(cut.names) - 1 for source in sources)
-
-
-def _is_metric(sub: nn.Module) -> bool:
-    return any(base.__module__.startswith("torchmetrics.") for base in type(sub).__mro__)
 
 
 def _data_dependent_problem(change: Change, sub: nn.Module, micro_batches: int) -> str:

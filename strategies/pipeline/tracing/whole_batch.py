@@ -168,7 +168,7 @@ class Rehearsal(_Calls):
         self.calls: list[Rehearsed] = []
         self.logs: dict[str, Logged] = {}
         self.draws, self.problem, self.size = False, "", size
-        self._stand_ins, self._blocks, self._is_full = stand_ins, blocks, is_full
+        self.stand_ins, self._blocks, self._is_full = stand_ins, blocks, is_full
         self._in_blocks = self._reads = False
         self.mark(batch, Kind.DATA)
 
@@ -181,9 +181,9 @@ class Rehearsal(_Calls):
         """Return the output of a block, without values."""
         if not self._is_full:
             raise StageDone
-        self._in_blocks, block = True, self._blocks[index]
+        self._in_blocks = True
         with self.paused():
-            return self._stand_ins.output(block, args, kwargs, self._stand_ins.key_of(block))
+            return self.stand_ins.output(self._blocks[index], args, kwargs)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         """Record a log."""
@@ -198,11 +198,11 @@ class Rehearsal(_Calls):
         """Return the output of a module with parameters, without values."""
         if isinstance(module, MetricCollection):
             raise RuntimeError("a collection of metrics")
-        if id(module) in self._stand_ins.transparent:
-            with self._stand_ins.shown():
+        if id(module) in self.stand_ins.transparent:
+            with self.stand_ins.shown():
                 return module(*args, **kwargs)
         with self.paused():
-            return self._stand_ins.output(module, args, kwargs)
+            return self.stand_ins.output(module, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, without values if an argument has none, and record it."""
@@ -217,8 +217,9 @@ class Rehearsal(_Calls):
         if not has_values:
             if func in READS_VALUES:
                 self._reads = True
-                return _no_value(func, args[0])
-            args, kwargs = self._stand_ins.without_values(func, args, kwargs)
+                empty = torch.zeros(args[0].shape, dtype=args[0].dtype)
+                return func(empty, *args[1:], **kwargs) if func in READS_NUMBERS else False
+            args, kwargs = self.stand_ins.without_values(func, args, kwargs)
         with functions.Operators() as ran:
             output = func(*args, **kwargs)
         if kind is Kind.CONSTANT and not ran.draws:
@@ -230,8 +231,8 @@ class Rehearsal(_Calls):
                 raise MixedSamplesError(_name(func))
             if ran.draws:  # dropout: it advances the generator
                 torch.rand(())
-            bound = functions.class_mean(func, args, kwargs)
-            total = None if bound is None else functions.valid_targets(bound.arguments)
+            arguments = functions.loss_arguments(func, args, kwargs)
+            total = functions.valid_targets(arguments) if functions.is_class_mean(func, arguments) else None
         found = tensors_in(output)
         is_needed = has_values and (ran.draws or not ran.compute_by_sample(args))
         values = tuple(each.detach().clone() for each in found) if is_needed else ()
@@ -251,7 +252,6 @@ class Replay(_Calls):
 
     Args:
         rehearsal: of the whole batch.
-        stand_ins: its own.
         batch: the micro-batch.
         start: its first sample.
         size: its samples.
@@ -261,20 +261,16 @@ class Replay(_Calls):
         problem: the first call that cannot be a contribution to the whole batch's, or ``""``.
     """
 
-    def __init__(
-        self, rehearsal: Rehearsal, stand_ins: StandIns, batch: Any, start: int, size: int, ends: bool
-    ) -> None:
+    def __init__(self, rehearsal: Rehearsal, batch: Any, start: int, size: int, ends: bool) -> None:
         super().__init__()
-        self._ends = ends
-        self._rehearsal, self._stand_ins = rehearsal, stand_ins
+        self._rehearsal, self._ends, self._next, self.problem = rehearsal, ends, 0, rehearsal.problem
         self._start, self._size, self._whole = start, size, rehearsal.size
-        self._next, self.problem = 0, rehearsal.problem
         self._ragged: Any = WeakIdKeyDictionary()
         self.mark(batch, Kind.DATA)
 
     def unit(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         """Run a module with parameters."""
-        if id(module) in self._stand_ins.transparent:
+        if id(module) in self._rehearsal.stand_ins.transparent:
             return call(*args, **kwargs)
         with self.paused():
             output = call(*args, **kwargs)
@@ -330,9 +326,9 @@ class Replay(_Calls):
     # ---- values of data -----------------------------------------------------------------------------------------
 
     def _of_data(self, call: Rehearsed, func: Any, args: Any, kwargs: Any) -> Any:
+        output = func(*args, **kwargs)
         if not call.values:
-            return func(*args, **kwargs)
-        output = self._stand_ins.without_running(lambda: func(*args, **kwargs))
+            return output
         shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
         parts = [self._slice(*pair) for pair in zip(call.values, shapes, strict=True)]
         if any(part is None for part in parts):
@@ -364,27 +360,23 @@ class Replay(_Calls):
         """Return the output, and what it depends on."""
         if any(each in self._positions for each in call.operators.indices(args)):
             self.stop(f"{_name(func)} selects samples of the whole batch")
-        kinds_of = dict(zip(map(id, given), kinds, strict=True))
-        if Kind.OTHER in kinds:
-            return func(*args, **kwargs), Kind.OTHER
-        if Kind.SUM in kinds:
-            is_linear = Kind.SAMPLES not in kinds and call.operators.are_linear(
-                args, lambda each: isinstance(each, Tensor) and kinds_of.get(id(each)) is Kind.SUM
-            )
-            return func(*args, **kwargs), Kind.SUM if is_linear else Kind.OTHER
-        has_samples = Kind.SAMPLES in kinds
-        is_ragged = any(tensor in self._ragged for tensor in given) or call.operators.select_by_mask(args)
-        if call.total is not None and call.shapes == [()] and has_samples:
-            bound = functions.class_mean(func, args, kwargs)
-            assert bound is not None
-            loss = functions.summed(func, bound)
+        if max(kinds) < Kind.SUM and call.total is not None and call.shapes == [()] and Kind.SAMPLES in kinds:
+            loss = func(**{**functions.loss_arguments(func, args, kwargs), "reduction": "sum"})
             return loss * (self._whole / self._size / call.total).to(loss.dtype), Kind.SUM
         output = func(*args, **kwargs)
         found = tensors_in(output)
+        if max(kinds) >= Kind.SUM:
+            sums = {id(each) for each, kind in zip(given, kinds, strict=True) if kind is Kind.SUM}
+            is_linear = max(kinds) is Kind.SUM and Kind.SAMPLES not in kinds
+            is_linear &= call.operators.are_linear(args, lambda each: id(each) in sums)
+            return output, Kind.SUM if is_linear and all(each.is_floating_point() for each in found) else Kind.OTHER
+        has_samples = Kind.SAMPLES in kinds
+        is_ragged = any(tensor in self._ragged for tensor in given) or call.operators.select_by_mask(args)
         same = [tuple(each.shape) == shape for each, shape in zip(found, call.shapes, strict=True)]
         if not has_samples and all(same):
             return output, Kind.PARAMETER
-        reduction = (call.operators.reduction or functions.reduction_of(func, args, kwargs)) if any(same) else ""
+        loss = functions.loss_arguments(func, args, kwargs).get("reduction", "")
+        reduction = call.operators.reduction or {"batchmean": "mean", "none": ""}.get(loss, loss)
         if has_samples and same == [True] and reduction and (call.shapes == [()] or not is_ragged):
             return self._contribution(call, reduction, output, given[0]), Kind.SUM
         if is_ragged:
@@ -393,11 +385,8 @@ class Replay(_Calls):
             return output, Kind.SAMPLES if all(each.dim() for each in found) else Kind.OTHER
         if any(same):
             return output, Kind.OTHER
-        scales = (
-            each.numel() * self._whole == math.prod(shape) * self._size
-            for each, shape in zip(found, call.shapes, strict=True)
-        )
-        if not all(scales):
+        pairs = zip(found, call.shapes, strict=True)
+        if any(each.numel() * self._whole != math.prod(shape) * self._size for each, shape in pairs):
             self.stop(f"{_name(func)} relates samples to each other")
         return output, Kind.SAMPLES
 
@@ -410,17 +399,6 @@ class Replay(_Calls):
             return reduced.sum() / share  # with a gradient; the mean of nothing is NaN
         part = reduced.numel() / call.numel
         return output if part == share else output * (part / share)
-
-
-def _no_value(func: Any, tensor: Tensor) -> Any:
-    """Return what Python reads of a tensor without values."""
-    if func is Tensor.tolist:
-        return torch.zeros(tensor.shape).tolist()
-    if func in (Tensor.numpy, Tensor.__array__):
-        return torch.zeros(tensor.shape).numpy()
-    if func in READS_NUMBERS:
-        return 0.0 if tensor.is_floating_point() and func is not Tensor.__int__ else 0
-    return False
 
 
 def _numbers(args: Any) -> tuple[Any, ...]:

@@ -125,6 +125,23 @@ def build(make: Callable[..., Model] = Model, *args: Any, **kwargs: Any) -> Mode
     return make(*args, **kwargs)
 
 
+class Steps:
+    """Runs of a model's step without a strategy."""
+
+    engine: PipelineEngine
+
+    def __init__(self, model: Any, written: AsWritten) -> None:
+        self.model, self.written = model, written
+
+    def run(self, args: Any, kwargs: Any, rehearses: bool = False) -> Any:
+        return self.engine.call(lambda: self.model.training_step(*args, **kwargs))
+
+    look = run
+
+    def whole(self, name: str) -> Tensor:
+        return self.model.get_parameter(name)
+
+
 def engine_of(
     model: Any, schedule: str = "1f1b", micro_batches: int = 4, plan: ModelPlan | None = None, **kwargs: Any
 ) -> PipelineEngine:
@@ -137,24 +154,17 @@ def engine_of(
     written = AsWritten.of(model)
     cut.apply()
     written.set_up()
-    box: list[PipelineEngine] = []
-
-    def run(method: str, args: Any, kwargs: Any) -> Any:
-        return box[0].call(lambda: getattr(model, method)(*args, **kwargs))
-
-    engine = PipelineEngine(
+    steps = Steps(model, written)
+    steps.engine = engine = PipelineEngine(
         model,
         cut,
         group=dist.group.WORLD,  # type: ignore[arg-type]
         schedule=schedule,
         micro_batches=micro_batches,
         device=torch.device("cpu"),
-        run=run,
-        rehearse=run,
-        written=written,
+        steps=steps,
         **kwargs,
     )
-    box.append(engine)
     engine.attach()
     return engine
 
