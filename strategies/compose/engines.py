@@ -27,10 +27,10 @@ from trainwright.strategies.contract.randomness.state import kept_random_state
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_hook
 from trainwright.strategies.expert.engine import Dispatcher, ExpertParallel, validate_experts
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.engine import PipelineEngine, Run
+from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.pipeline.schedules import block_problems, ranks_of_stages, split_blocks
 from trainwright.strategies.pipeline.stage import UserStepStage
-from trainwright.strategies.pipeline.training import Rehearsing
+from trainwright.strategies.pipeline.training import Steps
 from trainwright.strategies.plan.blocks import COMPILE_BLOCKS, compiled_modules, count_parameters
 from trainwright.strategies.plan.model_plan import ModelPlan
 from trainwright.strategies.plan.names import within
@@ -383,15 +383,8 @@ class Engines:
         """Stages of this rank; none without a pipeline."""
         return [] if self._pipeline is None else self._pipeline.stages
 
-    def attach(self, run: Run, look: Run, whole: Callable[[str], Tensor], rehearsing: Rehearsing) -> PipelineEngine:
-        """Connect the pipeline, after all other hooks are on the module.
-
-        Args:
-            run: runs a method of the module on one micro-batch.
-            look: like ``run``, without gradients and on all stages together.
-            whole: returns a parameter of this stage gathered along the data axes; a collective of its data ranks.
-            rehearsing: the module as written.
-        """
+    def attach(self, steps: Steps) -> PipelineEngine:
+        """Connect the pipeline, after all other hooks are on the module."""
         assert self._pipeline_cut is not None
         self.detach()
         group = self._groups.along("pipeline")
@@ -403,12 +396,9 @@ class Engines:
             schedule=self._options.schedule,
             micro_batches=self._options.micro_batches_for(self._layout.pipeline),
             device=self._device,
-            run=run,
-            look=look,
-            whole=whole,
+            steps=steps,
             batch_dims=self._options.batch_dims,
             sent_as=named_dtype(self._options.stage_dtype),
-            rehearsing=rehearsing,
         )
         self._pipeline.attach()
         return self._pipeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class PipelineCut:
                 self._put_ghost(name, placeholder(parameter.shape, parameter.dtype, place))
         for index, block in enumerate(self.blocks):
             if not self.owns_block(index):
-                block.forward = _Forbidden(self.names[index], self._stage_of_block[index])
+                block.forward = partial(_forbidden, self.names[index], self._stage_of_block[index])
 
     @cached_property
     def engine_hooks(self) -> HookRange:
@@ -217,18 +217,13 @@ class PipelineCut:
         return found
 
 
-class _Forbidden:
+def _forbidden(name: str, stage: int, *_: Any, **__: Any) -> NoReturn:
     """Forward of a block owned by another stage, which the engine's gates never reach."""
-
-    def __init__(self, name: str, stage: int) -> None:
-        self._name, self._stage = name, stage
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"The block {self._name!r} belongs to stage {self._stage} of the pipeline and cannot run on this rank. "
-            "Call blocks as modules (block(x), not block.forward(x)), and only in training_step, validation_step, "
-            "test_step or predict_step."
-        )
+    raise RuntimeError(
+        f"The block {name!r} belongs to stage {stage} of the pipeline and cannot run on this rank. Call blocks as "
+        "modules (block(x), not block.forward(x)), and only in training_step, validation_step, test_step or "
+        "predict_step."
+    )
 
 
 def put(slots: Iterable[Slot], tensor: Tensor) -> None:

@@ -15,15 +15,10 @@ from torch import Tensor, nn
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.calls import listen
-from trainwright.strategies.contract.randomness.state import (
-    draw_counts,
-    random_state,
-    restore_draw_counts,
-    set_random_state,
-)
+from trainwright.strategies.contract.randomness.state import kept_random_state
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut, StageParameters, put
-from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass, order_message, units_of
+from trainwright.strategies.pipeline.gates import Gates, StagePass, order_message, units_of
 from trainwright.strategies.pipeline.micro_batches import BatchDims
 from trainwright.strategies.pipeline.relay import RelayPass
 from trainwright.strategies.pipeline.results import no_log, redirected_log
@@ -31,12 +26,13 @@ from trainwright.strategies.pipeline.schedules import CHOICES, ranks_of_stages
 from trainwright.strategies.pipeline.stage import UserStepStage
 from trainwright.strategies.pipeline.tracing.block_values import Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace
-from trainwright.strategies.pipeline.tracing.module_state import ModuleState
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes, needs_everything, plan_routes
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.tracing.step_state import StatePlace, StepState, find_places
-from trainwright.strategies.pipeline.training import PipelineStep, Rehearsing, Run, Training
+from trainwright.strategies.pipeline.tracing.whole_batch import Rehearsal
+from trainwright.strategies.pipeline.training import PipelineStep, Steps, Training
 from trainwright.strategies.pipeline.value_spec import SpecRegistry, ValueChannel
+from trainwright.strategies.plan.module_state import ModuleState
 
 
 class PipelineEngine:
@@ -55,14 +51,10 @@ class PipelineEngine:
         schedule: a key of :data:`~trainwright.strategies.pipeline.schedules.CHOICES`.
         micro_batches: per batch; fewer for a batch with fewer samples.
         device: of activations.
-        run: ``run(method, args, kwargs)`` runs a method of the module as the strategy requires (precision, root
-            module); innermost it must call :meth:`call` and return its result.
+        steps: run the user's module as the strategy requires.
         batch_dims: exceptions to "samples are along dim 0", by path in the batch; see :func:`split_batch`.
         look: like ``run``, without gradients and on all stages completely; default: ``run``.
-        whole: returns an owned parameter, by name, as a whole local tensor; called on every holder in the same order.
-            ``None``: the parameter itself.
         sent_as: see :class:`UserStepStage`.
-        rehearsing: the module as written; ``None``: losses are means over micro-batches, weighted by samples.
 
     Attributes:
         cut: as given.
@@ -78,17 +70,13 @@ class PipelineEngine:
         schedule: str,
         micro_batches: int,
         device: torch.device,
-        run: Run,
-        look: Run | None = None,
-        whole: Callable[[str], Tensor] | None = None,
+        steps: Steps,
         batch_dims: BatchDims | None = None,
         sent_as: torch.dtype | None = None,
-        rehearsing: Rehearsing | None = None,
     ) -> None:
-        self.cut, self._rehearsing = cut, rehearsing
+        self.cut, self._steps = cut, steps
         self._module, self._group, self._device = module, group, torch.device(device)
         self._schedule_name, self._micro_batches = schedule, micro_batches
-        self._run, self._look, self._whole = run, look or run, whole
         self._dims = dict(batch_dims or {})
         self._ranks = ranks_of_stages(dist.get_world_size(group), cut.stages, schedule)
         self.last_stage_rank = self._ranks[-1]
@@ -98,7 +86,7 @@ class PipelineEngine:
         _connect_neighbors(group, self._device)
         self._channel = ValueChannel(group, self._device)
         self._training: Training | None = None
-        self._randomness = StepRandomness(group, self._device, self.from_last_stage)
+        self._randomness = StepRandomness(self._device, self.from_last_stage)
         self._is_compiled = False
         # Kind of relay -> whether every rank gets all block values, and whether it draws random numbers outside of
         # blocks.
@@ -115,7 +103,6 @@ class PipelineEngine:
             self._group,
             ranks=self._ranks,
             registry=self._registry,
-            forward=self._forward,
             source=f"The block {self.cut.names[self.cut.spans[index].stop - 1]!r}",
             sent_as=sent_as,
         )
@@ -162,7 +149,7 @@ class PipelineEngine:
             RuntimeError: if the step does not call the blocks once and in order, or needs what cannot be sent.
         """
         run = self._gates.current
-        if isinstance(run, StagePass | RehearsalPass):
+        if isinstance(run, StagePass | Rehearsal):
             with self.cut.listed_ghosts():
                 return run.run(function)
         if isinstance(run, RelayPass) and run.trace is not None:
@@ -194,7 +181,8 @@ class PipelineEngine:
             On every rank the step's result for the whole batch, without gradient: the loss, or a dict; ``None`` if all
                 micro-batches returned ``None`` (gradients are then zeros).
         """
-        size, parts = self._split(batch)
+        size = batches.batch_size_of(batch, self._dims)
+        parts = batches.split_batch(batch, min(self._micro_batches, size), self._dims)
         arguments = [batches.replace_argument(args, kwargs, batch, part) for part in parts]
         if self._training is None:
             if samples is not None and len(parts) > 1:
@@ -202,14 +190,6 @@ class PipelineEngine:
             self._training = self._trace_first_step(arguments[0])
         sizes = batches.part_sizes(size, len(parts))
         return self._training.run(PipelineStep((args, kwargs), arguments, batch, parts, sizes, scale))
-
-    def _split(self, batch: Any) -> tuple[int, list[Any]]:
-        size = batches.batch_size_of(batch, self._dims)
-        return size, batches.split_batch(batch, min(self._micro_batches, size), self._dims)
-
-    def _forward(self, stage: int, part: int, received: Any) -> Any:
-        assert self._training is not None
-        return self._training.forward(stage, part, received)
 
     def join_micro_batches(self) -> bool:
         """Run the code after the blocks once per batch from now on; returns whether this is new."""
@@ -233,17 +213,16 @@ class PipelineEngine:
         error: Exception | None = None
         places: list[StatePlace] = []
         problems: list[str] = []
-        random, counts = random_state(self._device), draw_counts.copy()
         ranks = set(dist.get_process_group_ranks(self._group))
         stop = listen(
             lambda call: trace.record_collective(call.kind, ranks & set(dist.get_process_group_ranks(call.group)))
         )
-        with torch.no_grad(), self.evaluating():
+        with torch.no_grad(), kept_random_state(self._device), self.evaluating():
             state = ModuleState(self._module)
             trace.name_state(self._module)
             try:
                 with redirected_log(self._module, lambda name, value, **options: trace.use_results(value)):
-                    trace.use_results(self._relayed(run, lambda: self._look("training_step", args, kwargs)))
+                    trace.use_results(self._relayed(run, lambda: self._steps.look(args, kwargs)))
                 places, problems = find_places(self.cut, self._module, state.changes(), trace, self._micro_batches)
                 if run.passes != 1:
                     raise RuntimeError(order_message(self.cut.names, 0, len(self.cut.names)))
@@ -253,8 +232,6 @@ class PipelineEngine:
             finally:
                 stop()
             state.restore()
-        set_random_state(random, self._device)
-        restore_draw_counts(counts)
         trace.finish()
         problems += trace.problems
         wanted = [*trace.needs, trace.results]
@@ -271,15 +248,12 @@ class PipelineEngine:
                 raise RuntimeError(" ".join(problems)) from error
         if error is not None:
             raise error
-        training = Training(
+        draws, is_whole = (any(each[place] for each in found) for place in (4, 5))
+        return Training(
             self._module, self.cut, self._gates, self.stages, routes,
-            StepState(self._module, places, self._ranks, self._channel) if places else None,
-            self._randomness, ranks=self._ranks, group=self._group, device=self._device,
-            schedule=self._schedule_name, run=self._run, rehearsing=self._rehearsing,
-            draws=any(each[4] for each in found), objects=trace.changed_objects,
+            StepState(self._module, places, self._ranks, self._channel), self._randomness, self._ranks, self._group,
+            self._device, self._schedule_name, self._steps, draws, trace.changed_objects, is_whole,
         )  # fmt: skip
-        training.is_whole = any(each[5] for each in found)
-        return training
 
     # Evaluation
 
@@ -314,11 +288,8 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _shared(self, name: str) -> Tensor:
-        tensor = torch.empty(0)
-        if name in self.cut.owned:
-            owner, key = self.cut.slots(name)[0]
-            # Called on every holder: gathering it may be a collective of these.
-            tensor = (getattr(owner, key) if self._whole is None else self._whole(name)).detach().contiguous()
+        # Every holder calls it: gathering it may be a collective of these.
+        tensor = self._steps.whole(name).detach().contiguous() if name in self.cut.owned else torch.empty(0)
         shared: Tensor = self._channel.broadcast(self._ranks[self.cut.holders[name][0]], tensor, name)
         return shared
 

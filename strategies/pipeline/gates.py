@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +19,9 @@ from trainwright.strategies.pipeline.tracing import block_values
 from trainwright.strategies.pipeline.tracing.block_values import BlockValue, Call, Placeholder
 from trainwright.strategies.pipeline.tracing.dependency_trace import Source
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
-from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
-from trainwright.strategies.pipeline.tracing.whole_batch import Kind, NotAdditive, Rehearsal, Replay
+from trainwright.strategies.pipeline.tracing.whole_batch import Kind, NotAdditive, Replay, StageDone
 from trainwright.strategies.pipeline.value_spec import tensors_in
-
-
-class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block
-    """Raised by the first block after a stage's own; :meth:`PipelineEngine.call` catches it."""
 
 
 class Pass(Protocol):
@@ -56,13 +52,11 @@ class Gates:
 
     def attach(self) -> None:
         """Install the gates, after all other hooks, patches and compilations of the blocks."""
-        for index, block in enumerate(self._blocks):
+        gates = [(block, partial(self._gate, index)) for index, block in enumerate(self._blocks)]
+        for module, gate in (*gates, *((unit, partial(self._unit_gate, unit)) for unit in self._units)):
             # Torch calls this instead of hooks and forward, as for a compiled block.
-            gate = self._gate(index, block._compiled_call_impl or block._call_impl)
-            self._attached.enter_context(with_attributes(block, _compiled_call_impl=gate))
-        for unit in self._units:
-            gate = self._unit_gate(unit, unit._compiled_call_impl or unit._call_impl)
-            self._attached.enter_context(with_attributes(unit, _compiled_call_impl=gate))
+            call = gate(module._compiled_call_impl or module._call_impl)
+            self._attached.enter_context(with_attributes(module, _compiled_call_impl=call))
 
     def detach(self) -> None:
         """Remove the gates."""
@@ -105,38 +99,6 @@ def units_of(module: nn.Module, cut: PipelineCut) -> list[nn.Module]:
             elif ids & owners or isinstance(child, Metric | MetricCollection):
                 found.append(child)
     return found
-
-
-class RehearsalPass:
-    """A run of the user's step on the whole batch without values.
-
-    Args:
-        rehearsal: records it.
-        stand_ins: outputs of blocks.
-        cut: of the module.
-        is_full: whether it continues after the blocks.
-    """
-
-    def __init__(self, rehearsal: Rehearsal, stand_ins: StandIns, cut: PipelineCut, is_full: bool) -> None:
-        self._rehearsal, self._stand_ins, self._cut, self._is_full = rehearsal, stand_ins, cut, is_full
-
-    def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tensor without values; see :class:`Pass`."""
-        if not self._is_full:
-            raise StageDone
-        self._rehearsal.in_blocks = True
-        with self._rehearsal.paused():
-            block = self._cut.blocks[index]
-            return self._stand_ins.output(block, args, kwargs, self._stand_ins.key_of(block))
-
-    def unit(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tensor without values."""
-        return self._rehearsal.unit(module, args, kwargs)
-
-    def run(self, function: Callable[[], Any]) -> None:
-        """Run ``function``, which runs the user's step."""
-        with self._rehearsal, suppress(StageDone):
-            function()
 
 
 class StagePass:
@@ -238,7 +200,7 @@ class StagePass:
             if index == self.span.start - 1:
                 return self._main
             if self._skipped_output is None:
-                self._skipped_output = pytree.tree_map_only(Tensor, routes.placeholder_like, self._main)
+                self._skipped_output = pytree.tree_map_only(Tensor, _placeholder_like, self._main)
             return self._skipped_output
         form, outputs = routes.forms[index], routes.tensors_of_output(index)
         main = tensors_in(self._main)
@@ -307,6 +269,10 @@ class StagePass:
                 "block is called, but was not in the first step. The next stage would repeat it: use an operation that "
                 "creates a new tensor (x = x + y, not x += y)."
             )
+
+
+def _placeholder_like(tensor: Tensor) -> Tensor:
+    return block_values.placeholder(tensor.shape, tensor.dtype, tensor.device)
 
 
 def order_message(names: Sequence[str], index: int, expected: int) -> str:

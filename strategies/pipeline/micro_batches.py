@@ -102,21 +102,8 @@ def split_batch(batch: Any, parts: int, dims: BatchDims | None = None) -> list[A
     size = batch_size_of(batch, dims)
     sizes = part_sizes(size, parts)
     starts = [sum(sizes[:part]) for part in range(parts)]
-    return [
-        _slice(batch, _Piece(start, length, size, dims or {}), "") for start, length in zip(starts, sizes, strict=True)
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    start: int
-    length: int
-    size: int
-    dims: BatchDims
-
-    def of(self, tensor: Tensor, path: str) -> Tensor:
-        dim = _dim_of(tensor, path, self.dims)
-        return tensor if dim is None else tensor.narrow(dim, self.start, self.length)
+    pieces = [slice(start, start + length) for start, length in zip(starts, sizes, strict=True)]
+    return [_slice(batch, piece, size, dims or {}, "") for piece in pieces]
 
 
 def _dim_of(tensor: Tensor, path: str, dims: BatchDims) -> int | None:
@@ -150,16 +137,18 @@ def _children(batch: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _slice(batch: Any, piece: _Piece, path: str) -> Any:
+def _slice(batch: Any, piece: slice, size: int, dims: BatchDims, path: str) -> Any:
     if isinstance(batch, Tensor):
-        return piece.of(batch, path)
+        dim = _dim_of(batch, path, dims)
+        return batch if dim is None else batch.narrow(dim, piece.start, piece.stop - piece.start)
     is_listed = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
-    if is_listed and len(batch) == piece.size and next(_tensors(batch, {}), None) is None:
-        return type(batch)(batch[piece.start : piece.start + piece.length])
-    if isinstance(batch, np.ndarray) and batch.ndim and len(batch) == piece.size:
-        return batch[piece.start : piece.start + piece.length]
+    if is_listed and len(batch) == size and next(_tensors(batch, {}), None) is None:
+        return type(batch)(batch[piece])
+    if isinstance(batch, np.ndarray) and batch.ndim and len(batch) == size:
+        return batch[piece]
     if children := _children(batch):
-        return _rebuilt(batch, {n: _slice(value, piece, f"{path}.{n}" if path else str(n)) for n, value in children})
+        paths = {name: f"{path}.{name}" if path else str(name) for name, _ in children}
+        return _rebuilt(batch, {n: _slice(value, piece, size, dims, paths[n]) for n, value in children})
     if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
         raise TypeError(
             f"The batch holds a {type(batch).__name__}{f' at {path!r}' if path else ''}, whose tensors cannot be split "

@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.format.tree import UnsupportedValueError
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline.tracing.whole_batch import Logged
 from trainwright.strategies.pipeline.value_spec import ValueChannel
 
@@ -38,10 +39,15 @@ class StepVerdict(NamedTuple):
 
 @dataclass
 class _Logged:
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
     values: list[Tensor] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    batch_size: float | None = None
+    weights: list[int] = field(default_factory=list)
+    batch_size: int | None = None
+
+    def mean(self) -> Tensor:
+        """Return the mean of values over samples."""
+        weights = torch.tensor(self.weights, dtype=torch.float64, device=self.values[0].device)
+        return (torch.stack(self.values) * weights).sum() / weights.sum()
 
 
 class LogRecorder:
@@ -51,14 +57,11 @@ class LogRecorder:
         sizes: samples of each micro-batch.
         device: of the results.
         module: the user's.
-        known: what the whole batch logs; ``None``: values are means over micro-batches, weighted by samples, or
-            reduced by their ``reduce_fx``.
+        known: what the whole batch logs; empty if there is one micro-batch.
     """
 
-    def __init__(
-        self, sizes: list[int], device: torch.device, module: nn.Module, known: Mapping[str, Logged] | None = None
-    ) -> None:
-        self.known = known
+    def __init__(self, sizes: list[int], device: torch.device, module: nn.Module, known: Mapping[str, Logged]) -> None:
+        self._known = known
         self.sizes, self.device, self.module = sizes, device, module
         self.metrics: dict[str, tuple[str, dict[str, Any]]] = {}
         self.current: int | None = None
@@ -86,17 +89,11 @@ class LogRecorder:
                 f"(self.log({name!r}, self.metric(prediction, target)))."
             )
         size = kwargs.pop("batch_size", None)
-        logged = self.logs.setdefault(name, _Logged(kwargs))
-        logged.kwargs = kwargs
-        if self.known is not None:
-            whole = self.known.get(name, Logged(None, None))
-            value = value if whole.value is None else whole.value
-            logged.batch_size = whole.batch_size
-        elif size is not None:
-            logged.batch_size = (logged.batch_size or 0.0) + float(size)
-        is_weighted = self.known is None and size is not None
-        logged.values.append(_number(value, self.device))
-        logged.weights.append(float(size if is_weighted else self.sizes[self.current]))
+        whole = self._known.get(name, Logged(None, size))
+        logged = self.logs.setdefault(name, _Logged())
+        logged.kwargs, logged.batch_size = kwargs, whole.batch_size
+        logged.values.append(_number(value if whole.value is None else whole.value, self.device))
+        logged.weights.append(self.sizes[self.current])
 
     def _name_of(self, metric: Metric) -> str | None:
         # Lightning fills this at the first log of a metric.
@@ -161,7 +158,7 @@ class LogRecorder:
 class Publisher:
     """Sends the results of a step from the last stage to all ranks of the pipeline.
 
-    Numbers are one tensor per step; names, keyword arguments and plain values are sent only when they change.
+    Names, keyword arguments and plain values are sent only when they change.
 
     Args:
         group: ranks of the pipeline.
@@ -173,7 +170,6 @@ class Publisher:
         self._source, self._device = source, device
         self._is_source = dist.get_rank(group) == source
         self._channel = ValueChannel(group, device)
-        self._sent: tuple[Any, bytes] = (None, b"")
         self._known: tuple[bytes, Any] = (b"", None)
 
     def publish(self, recorder: LogRecorder, log: Callable[..., Any], verdict: StepVerdict) -> tuple[Any, StepVerdict]:
@@ -192,59 +188,48 @@ class Publisher:
         )
         if isinstance(received, str):
             raise TypeError(received)
-        description, tensors, numbers, found = received
+        description, sent, found = received
         verdict = StepVerdict(*found)
         if verdict.problem or verdict.is_redone:
             return None, verdict
         if description != self._known[0]:
             self._known = description, unpack(description)
         is_dict, entries, logs, metrics = self._known[1]
-        number, tensor = iter(numbers.unbind()), iter(tensors)
+        values = iter(sent)
         for name, where, kwargs in metrics:
             log(name, recorder.module.get_submodule(where), **kwargs)
-        output = {key: self._entry(how, number, tensor) for key, how in entries}
+        output = {key: self._entry(how, plain, values) for key, how, plain in entries}
         for name, kwargs, is_sized in logs:
-            value = next(number).to(torch.get_default_dtype())
-            log(name, value, **kwargs, **({"batch_size": round(next(number).item())} if is_sized else {}))
+            value = next(values).to(torch.get_default_dtype())
+            log(name, value, **kwargs, **({"batch_size": round(next(values).item())} if is_sized else {}))
         return (output if is_dict else output.get("loss")), verdict
 
-    def _entry(self, how: tuple[Any, ...], number: Iterator[Tensor], tensor: Iterator[Tensor]) -> Any:
-        match how:
-            case ("float",):
-                return next(number).item()
-            case ("scalar", dtype):
-                return next(number).to(dtype)
-            case ("tensor",):
-                return next(tensor)
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), how[1])
+    def _entry(self, how: str, plain: Any, values: Iterator[Tensor]) -> Any:
+        if how == "plain":
+            return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), plain)
+        return next(values).item() if how == "float" else next(values)
 
     def _describe(self, recorder: LogRecorder, verdict: StepVerdict) -> tuple[Any, ...] | str:
-        """Return description, tensors, numbers and verdict; or why they cannot be sent."""
+        """Return description, values and verdict; or why they cannot be sent."""
         if verdict.problem or verdict.is_redone:
-            return b"", [], torch.empty(0, device=self._device), tuple(verdict)
+            return b"", [], tuple(verdict)
         output, logs = recorder.merged_output(), recorder.logs
         entries = output if isinstance(output, dict) else {} if output is None else {"loss": output}
-        hows = [(key, _how(value)) for key, value in entries.items()]
-        values = [entries[key] for key, how in hows if how[0] in ("float", "scalar")]
+        values = [value for value in entries.values() if _how(value) != "plain"]
         for each in logs.values():
-            values += [
-                _reduced(each, recorder.known is not None),
-                *([] if each.batch_size is None else [each.batch_size]),
-            ]
+            values += [each.mean(), *([] if each.batch_size is None else [each.batch_size])]
+        hows = [(k, _how(value), value if _how(value) == "plain" else None) for k, value in entries.items()]
         logged = [(name, _named(each.kwargs), each.batch_size is not None) for name, each in logs.items()]
         metrics = [(name, where, _named(kwargs)) for name, (where, kwargs) in recorder.metrics.items()]
-        names = (isinstance(output, dict), hows, logged, metrics)
         try:
-            if not _same(names, self._sent[0]):
-                self._sent = names, pack(names)
+            description = pack((isinstance(output, dict), hows, logged, metrics))
         except UnsupportedValueError as error:
             return (
                 f"What training_step returned or logged cannot be sent to the other stages of the pipeline: {error} "
                 "Return and log numbers, tensors and plain values."
             )
-        numbers = torch.stack([_number(value, self._device) for value in (0, *values)])[1:]
-        tensors = [entries[key].to(self._device) for key, how in hows if how == ("tensor",)]
-        return self._sent[1], tensors, numbers, tuple(verdict)
+        sent = [v.to(self._device) if isinstance(v, Tensor) else _number(v, self._device) for v in values]
+        return description, sent, tuple(verdict)
 
 
 def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,22 +242,9 @@ def _named(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _how(value: Any) -> tuple[Any, ...]:
+def _how(value: Any) -> str:
     """Return how an output entry is sent: as a tensor, a number, or in the description."""
-    if isinstance(value, Tensor):
-        return ("tensor",) if value.ndim else ("scalar", value.dtype)
-    return ("float",) if isinstance(value, float) else ("object", value)
-
-
-def _reduced(logged: _Logged, adds_up: bool) -> Tensor:
-    how = "mean" if adds_up else logged.kwargs.get("reduce_fx", "mean")
-    how = how if isinstance(how, str) else _REDUCTIONS.get(how, "mean")
-    values = torch.stack(logged.values)
-    if how in ("sum", "max", "min"):
-        reduced: Tensor = getattr(values, how)()
-        return reduced
-    weights = torch.tensor(logged.weights, dtype=torch.float64, device=values.device)
-    return (values * weights).sum() / weights.sum()
+    return "tensor" if isinstance(value, Tensor) else "float" if isinstance(value, float) else "plain"
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
@@ -285,13 +257,6 @@ def _is_scalar(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _same(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError):  # tensors or arrays in an object
-        return False
 
 
 def no_log(name: str, value: Any, **kwargs: Any) -> None:
@@ -316,12 +281,5 @@ def redirected_log(module: nn.Module, record: Callable[..., None]) -> Iterator[N
         arguments.update(arguments.pop(extra, {}))
         record(**arguments)
 
-    attributes = module.__dict__
-    before = attributes.get("log")
-    attributes["log"] = stand_in
-    try:
+    with with_attributes(module, log=stand_in):
         yield
-    finally:
-        del attributes["log"]
-        if before is not None:
-            attributes["log"] = before

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -129,26 +130,19 @@ def _best(
     weights: Sequence[float], stages: int, join: Callable[[float, float], float], cost: Callable[[float], float]
 ) -> tuple[float, list[int]]:
     """Return the cost of the best split, by dynamic programming, and the start of each stage."""
-    count = len(weights)
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    table = [cost(sums[end]) for end in range(count + 1)]
-    choices: list[list[int]] = []
-    for stage in range(1, stages):
-        following, chosen = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(stage + 1, count + 1):
-            for at in range(stage, end):
-                total = join(table[at], cost(sums[end] - sums[at]))
-                if total < following[end]:
-                    following[end], chosen[end] = total, at
-        table = following
-        choices.append(chosen)
-    starts, end = [], count
-    for chosen in reversed(choices):
-        end = chosen[end]
-        starts.append(end)
-    return table[count], [0, *reversed(starts)]
+    sums = [0.0, *accumulate(weights)]
+    ends = range(1, len(sums))
+    table = {end: (cost(sums[end]), [0]) for end in ends}
+    for _ in range(1, stages):
+        table = {
+            end: min(
+                ((join(table[at][0], cost(sums[end] - sums[at])), [*table[at][1], at]) for at in table if at < end),
+                key=lambda each: each[0],
+            )
+            for end in ends
+            if end > min(table)
+        }
+    return table[len(weights)]
 
 
 def stages_of_rank(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:

@@ -51,13 +51,13 @@ class UserStepStage(_PipelineStageBase):
         group: ranks of the pipeline.
         ranks: rank in the group of each stage.
         registry: specs of what stages send.
-        forward: runs the user's step.
         source: description of the output, for messages.
         sent_as: dtype in which fp32 tensors of at least two dims (hidden states), and their gradients, are sent to
             another rank; ``None``: their own.
 
     Attributes:
         signatures: of the micro-batches of this step, keys of their specs.
+        run_step: runs the user's step.
         sends: of this step; ``None``: left to torch's schedule.
         run_tail: runs the code after the last stage's blocks on the outputs of all micro-batches, and returns their
             gradients; ``None``: it runs within each.
@@ -73,17 +73,17 @@ class UserStepStage(_PipelineStageBase):
         *,
         ranks: Sequence[int],
         registry: SpecRegistry,
-        forward: Forward,
         source: str,
         sent_as: torch.dtype | None = None,
     ) -> None:
         super().__init__(submodule, index, count, device, group)
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         self.signatures: list[Any] = []
-        self._registry, self._forward, self._source, self._sent_as = registry, forward, source, sent_as
+        self._registry, self._source, self._sent_as = registry, source, sent_as
         self._inputs: dict[int, Activation] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self._deferred: dict[int, Any] = {}
+        self.run_step: Forward
         self.sends: Sends | None = None
         self.run_tail: Callable[[UserStepStage, list[Activation]], list[tuple[Tensor | None, ...]]] | None = None
         self._ended: dict[int, Activation] = {}
@@ -142,7 +142,7 @@ class UserStepStage(_PipelineStageBase):
         leaves: tuple[Tensor, ...] = ()
         if not self.is_first:
             received, leaves = self._enter(fwd_chunk_id)
-        output = self._forward(self.stage_index, fwd_chunk_id, received)
+        output = self.run_step(self.stage_index, fwd_chunk_id, received)
         if self.is_last and self.run_tail is None:
             loss = output if output is not None else torch.zeros((), device=self.device)
             self.fwd_cache[fwd_chunk_id] = (None, cast("list[Tensor]", leaves))
@@ -176,7 +176,8 @@ class UserStepStage(_PipelineStageBase):
     def _enter(self, chunk: int) -> tuple[Any, tuple[Tensor, ...]]:
         form, received = self._inputs.pop(chunk)
         tensors = [tensor.to(spec.dtype) for tensor, spec in zip(received, form.tensors, strict=True)]
-        return arrive(form, tensors, self.has_backward and torch.is_grad_enabled())
+        leaves = leaves_of(form, tensors, self.has_backward and torch.is_grad_enabled())
+        return form.build([_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]), leaves
 
     # Backward
 
@@ -299,8 +300,8 @@ class UserStepStage(_PipelineStageBase):
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in tensors]
 
 
-def arrive(form: ValueSpec, tensors: Iterable[Tensor], with_gradients: bool = True) -> tuple[Any, tuple[Tensor, ...]]:
-    """Return the structure of received tensors for a stage, and the tensors, the leaves of its graph.
+def leaves_of(form: ValueSpec, tensors: Iterable[Tensor], with_gradients: bool = True) -> tuple[Tensor, ...]:
+    """Return the leaves of the graph of a stage that gets these tensors.
 
     Args:
         form: spec of the previous stage's output.
@@ -308,8 +309,7 @@ def arrive(form: ValueSpec, tensors: Iterable[Tensor], with_gradients: bool = Tr
         with_gradients: whether a backward follows.
     """
     pairs = zip(tensors, form.tensors, strict=True)
-    leaves = tuple(tensor.requires_grad_(each.requires_grad and with_gradients) for tensor, each in pairs)
-    return form.build([_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]), leaves
+    return tuple(tensor.detach().requires_grad_(each.requires_grad and with_gradients) for tensor, each in pairs)
 
 
 def _depends(output: Tensor, leaves: set[Node]) -> bool:

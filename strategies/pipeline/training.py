@@ -7,9 +7,10 @@ exact for any loss, but all forwards come before all backwards, and the last sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,36 +23,38 @@ from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.pipeline import micro_batches as batches
 from trainwright.strategies.pipeline.cut import PipelineCut
-from trainwright.strategies.pipeline.gates import Gates, RehearsalPass, StagePass
+from trainwright.strategies.pipeline.gates import Gates, StagePass
 from trainwright.strategies.pipeline.results import LogRecorder, Publisher, StepVerdict, no_log, redirected_log
 from trainwright.strategies.pipeline.schedules import make_schedule, orders_of
 from trainwright.strategies.pipeline.sends import Place as SendPlace
 from trainwright.strategies.pipeline.sends import Sends, releasable_sends
-from trainwright.strategies.pipeline.stage import Activation, UserStepStage, arrive
+from trainwright.strategies.pipeline.stage import Activation, UserStepStage, leaves_of
 from trainwright.strategies.pipeline.tracing.block_values import identities
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
-from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
+from trainwright.strategies.pipeline.tracing.stand_ins import StandIns, Written
 from trainwright.strategies.pipeline.tracing.step_randomness import StepRandomness
 from trainwright.strategies.pipeline.tracing.step_state import StepState, contents_of
 from trainwright.strategies.pipeline.tracing.whole_batch import Kind, MixedSamplesError, Rehearsal, Replay
 from trainwright.strategies.pipeline.value_spec import tensors_in
-from trainwright.strategies.plan.slots import Slot
 
-Run = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Rehearsing(Protocol):
-    """The module as written, for rehearsals of its step."""
+class Steps(Protocol):
+    """Runs of the user's ``training_step``, which end in :meth:`PipelineEngine.call`, as a strategy requires them."""
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method as the strategy requires, without its collectives; see :class:`PipelineEngine`."""
+    @property
+    def written(self) -> Written:
+        """The module as written."""
 
-    def parameters(self) -> Iterator[tuple[str, tuple[int, ...], Sequence[Slot]]]:
-        """Yield name, whole shape and places of each parameter."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rehearses: bool = False) -> Any:
+        """Run it on one micro-batch; a rehearsal without collectives of the strategy."""
 
-    def shown(self, parameters: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
-        """Show the module as written, with these parameters, in a ``with`` block."""
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it without gradients, on all stages together."""
+
+    def whole(self, name: str) -> Tensor:
+        """Return a parameter of this rank as a whole local tensor; called on every holder in the same order."""
 
 
 @dataclass
@@ -73,15 +76,12 @@ class PipelineStep:
     sizes: list[int]
     scale: Callable[[Tensor, float], Tensor]
     recorder: LogRecorder = field(init=False)
-    rehearsal: Rehearsal | None = None
-    problem: str = ""
-    is_lost: bool = False
-
-    def restart(self) -> None:
-        """Forget a first attempt."""
-        self.problem, self.is_lost, self.rehearsal = "", False, None
+    rehearsal: Rehearsal | None = field(default=None, init=False)
+    problem: str = field(default="", init=False)
+    is_lost: bool = field(default=False, init=False)
 
 
+@dataclass(eq=False)
 class Training:
     """Runs training steps on this rank's stages, once the first step is traced.
 
@@ -91,63 +91,42 @@ class Training:
         group: of the pipeline.
         device: of results.
         schedule: its name.
-        run: see :class:`PipelineEngine`.
-        rehearsing: ``None``: micro-batches are weighted by samples, without a rehearsal.
+        steps: of the strategy.
         draws: whether the step draws random numbers outside of the blocks.
         objects: path and name of lists and the like that it changes.
-
-    Attributes:
         is_whole: whether the code after the blocks runs once per batch.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        cut: PipelineCut,
-        gates: Gates,
-        stages: list[UserStepStage],
-        routes: StageRoutes,
-        state: StepState | None,
-        randomness: StepRandomness,
-        *,
-        ranks: Sequence[int],
-        group: dist.ProcessGroup,
-        device: torch.device,
-        schedule: str,
-        run: Run,
-        rehearsing: Rehearsing | None,
-        draws: bool,
-        objects: Sequence[tuple[str, str]],
-    ) -> None:
-        self._module, self._cut, self._gates, self._stages = module, cut, gates, stages
-        self._routes, self._state, self._randomness = routes, state, randomness
-        self._group, self._device, self._schedule_name, self._run = group, device, schedule, run
-        self._rehearsing, self._draws, self._objects = rehearsing, draws, objects
-        self._ends = cut.stages - 1 in cut.mine
-        self._publisher = Publisher(group, ranks[-1], device)
+    module: nn.Module
+    cut: PipelineCut
+    gates: Gates
+    stages: list[UserStepStage]
+    routes: StageRoutes
+    state: StepState
+    randomness: StepRandomness
+    ranks: Sequence[int]
+    group: dist.ProcessGroup
+    device: torch.device
+    schedule: str
+    steps: Steps
+    draws: bool
+    objects: Sequence[tuple[str, str]]
+    is_whole: bool
+    _step: PipelineStep = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ends = self.cut.stages - 1 in self.cut.mine
+        self._publisher = Publisher(self.group, self.ranks[-1], self.device)
         self._schedules: dict[Any, tuple[Any, dict[SendPlace, list[SendPlace]] | None]] = {}
-        self._metrics = [sub for sub in module.modules() if isinstance(sub, Metric)]
-        self._collections = [sub for sub in module.modules() if isinstance(sub, MetricCollection)]
-        self._step: PipelineStep | None = None
+        self._metrics = [sub for sub in self.module.modules() if isinstance(sub, Metric | MetricCollection)]
         self._buffers: dict[int, dict[str, list[tuple[int, int]]]] = {}
         self._block_modules: dict[int, list[tuple[str, nn.Module]]] = {}
-        self.is_whole = False
-        if rehearsing is not None:
-            self._stand_ins = StandIns(rehearsing.parameters, self._shown, device)
-
-    @contextmanager
-    def _shown(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        assert self._rehearsing is not None
-        with with_attributes(self._gates, current=None), self._rehearsing.shown(parameters):
-            yield
+        self._stand_ins = StandIns(self.steps.written, self.gates, self.device)
 
     def run(self, step: PipelineStep) -> Any:
         """Run forward and backward of all micro-batches; returns the step's result on every rank. A collective."""
-        if self._state is not None:
-            self._state.begin_step()
-        is_split = self._rehearsing is not None and len(step.parts) > 1  # else no attempt is repeated
-        random = random_state(self._device) if is_split else {}
-        restore = contents_of(self._module, self._objects)
+        self.state.begin_step()
+        random, restore = random_state(self.device), contents_of(self.module, self.objects, self._metrics)
         output, verdict = self._attempt(step)
         if verdict.is_redone and verdict.problem:
             self.is_whole = True
@@ -157,7 +136,7 @@ class Training:
                 "stage holds the values of the whole batch after the blocks."
             )
         if verdict.is_redone:
-            set_random_state(random, self._device)
+            set_random_state(random, self.device)
             restore()
             output, verdict = self._attempt(step)
         if verdict.problem:
@@ -165,64 +144,53 @@ class Training:
                 f"A later micro-batch of this step computes something else than the first: {verdict.problem}. Its loss "
                 "would not be that of one process. No weight has changed. Use strategy.micro_batches=1, or pipeline=1."
             )
-        if self._state is not None:
-            self._state.end_step()
+        self.state.end_step()
         return output
 
     def _attempt(self, step: PipelineStep) -> tuple[Any, StepVerdict]:
-        count, log, draws = len(step.parts), getattr(self._module, "log", no_log), self._draws
-        self._step = step
-        step.restart()
-        metrics = [] if self.is_whole else [(metric, _states(metric)) for metric in self._metrics]
-        for stage in self._stages:
+        count, log, draws = len(step.parts), getattr(self.module, "log", no_log), self.draws
+        is_joined = self.is_whole and count > 1
+        self._step = step = replace(step)
+        for stage in self.stages:
+            stage.run_step = self.forward
             stage.signatures = [batches.signature(given) for given in step.parts]
-            stage.run_tail = self._run_tail if self.is_whole and stage.is_last and count > 1 else None
+            stage.run_tail = self._run_tail if is_joined and stage.is_last else None
         try:
             if draws:
-                self._randomness.begin()
-            if self._rehearsing is not None and count > 1:
+                self.randomness.begin()
+            if count > 1:
                 step.rehearsal = self._rehearse(step)
                 step.is_lost = self._ends and step.rehearsal.draws and not draws
-            is_joined = self.is_whole and count > 1
-            known = step.rehearsal.logs if step.rehearsal is not None and not is_joined else None
-            step.recorder = LogRecorder(
-                [sum(step.sizes)] if is_joined else step.sizes, self._device, self._module, known
-            )
-            with redirected_log(self._module, self._log), ExitStack() as stack:
+            known = {} if step.rehearsal is None or is_joined else step.rehearsal.logs
+            sizes = [sum(step.sizes)] if is_joined else step.sizes
+            step.recorder = LogRecorder(sizes, self.device, self.module, known)
+            with redirected_log(self.module, self._log), ExitStack() as stack:
                 for metric in self._metrics:
-                    stack.enter_context(with_attributes(metric, update=self._updating(metric.update)))
+                    stack.enter_context(with_attributes(metric, update=partial(self._update, metric.update)))
                 self._run_schedule(count)
         except BaseException:
             self.forget()
             raise
-        verdict = StepVerdict(
-            step.problem, step.is_lost, draws or (step.rehearsal is not None and step.rehearsal.draws)
-        )
+        has_drawn = draws or (step.rehearsal is not None and step.rehearsal.draws)
+        verdict = StepVerdict(step.problem, step.is_lost, has_drawn)
         self.end()
         output, verdict = self._publisher.publish(step.recorder, log, verdict)
         if draws:
-            self._randomness.end()
-        self._draws = verdict.draws
-        if verdict.is_redone:
-            for metric, states in metrics:
-                _restore(metric, states)
+            self.randomness.end()
+        self.draws = verdict.draws
         return output, verdict
 
-    def _updating(self, update: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any, **kwargs: Any) -> None:
-            replay = getattr(self._gates.current, "replay", None)
-            if replay is None:
-                return update(*args, **kwargs)
-            if any(replay.kind(tensor) >= Kind.SUM for tensor in tensors_in((args, kwargs))):
-                replay.stop("a metric is updated with a value of the whole batch")
-            with replay.paused():
-                return update(*args, **kwargs)
-
-        return run
+    def _update(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        replay = getattr(self.gates.current, "replay", None)
+        if replay is None:
+            return update(*args, **kwargs)
+        if any(replay.kind(tensor) >= Kind.SUM for tensor in tensors_in((args, kwargs))):
+            replay.stop("a metric is updated with a value of the whole batch")
+        with replay.paused():
+            return update(*args, **kwargs)
 
     def _log(self, name: str, value: Any, **kwargs: Any) -> None:
-        assert self._step is not None
-        replay = getattr(self._gates.current, "replay", None)
+        replay = getattr(self.gates.current, "replay", None)
         if replay is not None and not replay.contributes(value):
             replay.stop(f"what self.log({name!r}) is given is no sum over samples")
         with nullcontext() if replay is None else replay.paused():
@@ -232,62 +200,55 @@ class Training:
 
     def _rehearse(self, step: PipelineStep) -> Rehearsal:
         """Run the step on the whole batch without values; only up to the blocks where the last stage is elsewhere."""
-        assert self._rehearsing is not None
         batch = batches.copied(step.batch)
         args, kwargs = batches.replace_argument(*step.whole, step.batch, batch)
-        rehearsal = Rehearsal(self._stand_ins, batches.tensors_of(batch), sum(step.sizes))
-        self._gates.current = RehearsalPass(rehearsal, self._stand_ins, self._cut, self._ends and not self.is_whole)
-        if self._state is not None:
-            self._state.begin_micro_batch()
+        samples, is_full = batches.tensors_of(batch), self._ends and not self.is_whole
+        rehearsal = Rehearsal(self._stand_ins, self.cut.blocks, samples, sum(step.sizes), is_full)
+        self.gates.current = rehearsal
+        self.state.begin_micro_batch()
         no_metric = {"forward": lambda *_, **__: self._stand_ins.like(torch.zeros(())), "update": lambda *_, **__: None}
-        restore = contents_of(self._module, self._objects)
+        restore = contents_of(self.module, self.objects)
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._randomness.micro_batch(None) if self._draws else nullcontext())
-                stack.enter_context(redirected_log(self._module, rehearsal.log))
-                for metric in (*self._metrics, *self._collections):
+                stack.enter_context(self.randomness.micro_batch(None) if self.draws else nullcontext())
+                stack.enter_context(redirected_log(self.module, rehearsal.log))
+                for metric in self._metrics:
                     stack.enter_context(with_attributes(metric, **no_metric))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                self._rehearsing.run("training_step", args, kwargs)
+                self.steps.run(args, kwargs, rehearses=True)
         except MixedSamplesError:
             raise
         except Exception as error:  # if it is the user's, the step raises it, too
             lines = str(error).splitlines() or [""]
             rehearsal.problem = f"the step cannot be rehearsed ({type(error).__name__}: {lines[0]})"
         finally:
-            self._gates.current = None
+            self.gates.current = None
             restore()
         return rehearsal
 
     def _run_tail(self, stage: UserStepStage, outputs: list[Activation]) -> list[tuple[Tensor | None, ...]]:
         """Run the code after the blocks, and its backward, on all micro-batches' outputs; returns their gradients."""
         step = self._step
-        assert step is not None
-        first = outputs[0].form
-        parameters = [source.kind == "parameter" for source in self._routes.sent[-1]]
-        shared = [False] * (len(first.tensors) - len(parameters)) + parameters
-        joints = [
-            _Joint(column, step.sizes, is_shared)
-            for column, is_shared in zip(zip(*(each.tensors for each in outputs), strict=True), shared, strict=True)
-        ]
-        received, leaves = arrive(first, [joint.joined for joint in joints])
-        loss = self._user_step(StagePass(self._routes, self._cut.stages, received), step.whole, None)
+        parameters = [source.kind == "parameter" for source in self.routes.sent[-1]]
+        leaves = [leaves_of(output.form, output.tensors) for output in outputs]
+        shared = [False] * (len(leaves[0]) - len(parameters)) + parameters
+        joined = [_joined(each, step.sizes, same) for *each, same in zip(*leaves, shared, strict=True)]
+        received = outputs[0].form.build(joined)
+        loss = self._user_step(StagePass(self.routes, self.cut.stages, received), step.whole, None)
         if loss is not None and loss.requires_grad and not step.is_lost:
             step.scale(loss, 1.0).sum().backward()
-        split = [joint.split(leaf.grad) for joint, leaf in zip(joints, leaves, strict=True)]
-        return list(zip(*split, strict=True)) if split else [() for _ in outputs]
+        return [tuple(leaf.grad for leaf in each) for each in leaves]
 
     # ---- micro-batches ---------------------------------------------------------------------------------------------
 
     def forward(self, stage: int, part: int, received: Any) -> Any:
         """Run the user's step for one stage and micro-batch; see :class:`UserStepStage`."""
         step = self._step
-        assert step is not None
-        run = StagePass(self._routes, stage, received)
+        run = StagePass(self.routes, stage, received)
         if step.rehearsal is not None:
             start, ends = sum(step.sizes[:part]), run.is_last and not self.is_whole
             samples = batches.tensors_of(step.batches[part])
-            run.replay = Replay(step.rehearsal, self._stand_ins, samples, start, step.sizes[part], ends)
+            run.replay = Replay(step.rehearsal, samples, start, step.sizes[part], ends)
         is_joined = self.is_whole and len(step.parts) > 1
         run.leaves_after = is_joined and run.is_last
         output = self._user_step(run, step.parts[part], part)
@@ -306,15 +267,14 @@ class Training:
 
     def _check_buffers(self, stage: int, part: int) -> None:
         """Raise if micro-batches change a buffer of a block that the first step left alone, one after the other."""
-        known = () if self._state is None else self._state.labels
         if stage not in self._block_modules:  # once: walking through all modules takes longer than looking at buffers
-            blocks = [(self._cut.names[index], self._cut.blocks[index]) for index in self._cut.spans[stage]]
+            blocks = [(self.cut.names[index], self.cut.blocks[index]) for index in self.cut.spans[stage]]
             self._block_modules[stage] = [each for name, block in blocks for each in block.named_modules(prefix=name)]
         found = {
             f"{path}.{name}": identities(buffer)
             for path, sub in self._block_modules[stage]
             for name, buffer in sub._buffers.items()
-            if buffer is not None and f"{path}.{name}" not in known
+            if buffer is not None and f"{path}.{name}" not in self.state.labels
         }
         before = self._buffers.get(stage, found) if part else found
         changed = [name for name, value in found.items() if before.get(name, value) != value]
@@ -328,23 +288,20 @@ class Training:
     def _user_step(self, run: StagePass, arguments: Arguments, part: int | None) -> Any:
         """Return what a stage sends, or the loss."""
         step = self._step
-        assert step is not None
         is_last = run.is_last and not run.leaves_after
-        run.randomness = self._randomness if self._draws else None
-        self._gates.current = run
+        run.randomness = self.randomness if self.draws else None
+        self.gates.current = run
         step.recorder.current = (part or 0) if is_last else None
-        if self._state is not None:
-            self._state.begin_micro_batch()
+        self.state.begin_micro_batch()
         seeded = None if len(step.parts) == 1 else part
         try:
-            with self._randomness.micro_batch(seeded) if self._draws else nullcontext():
-                output = self._run("training_step", *arguments)
+            with self.randomness.micro_batch(seeded) if self.draws else nullcontext():
+                output = self.steps.run(*arguments)
         finally:
-            self._gates.current, step.recorder.current = None, None
-        if self._state is not None:
-            is_tail = run.stage == self._cut.stages
-            shared = False if run.leaves_after else True if is_tail else None
-            self._state.end_micro_batch(run.stage - is_tail, shared)
+            self.gates.current, step.recorder.current = None, None
+        is_tail = run.stage == self.cut.stages
+        shared = False if run.leaves_after else True if is_tail else None
+        self.state.end_micro_batch(run.stage - is_tail, shared)
         return step.recorder.finish(part or 0, output) if is_last else output
 
     # ---- schedules -------------------------------------------------------------------------------------------------
@@ -352,7 +309,7 @@ class Training:
     def _run_schedule(self, count: int) -> None:
         schedule, taken = self._schedule(count)
         sends = None if taken is None else Sends(taken)
-        for stage in self._stages:
+        for stage in self.stages:
             stage.sends = sends
         schedule.step(target=torch.arange(count), return_outputs=False)
         if sends is not None:
@@ -362,75 +319,37 @@ class Training:
         """Return torch's schedule for ``count`` micro-batches, and its releasable sends."""
         key = count, self.is_whole
         if key not in self._schedules:
-            made = make_schedule(
-                self._schedule_name, self._stages, count, lambda output, target: output, drains=self.is_whole
-            )
+            made = make_schedule(self.schedule, self.stages, count, lambda output, target: output, drains=self.is_whole)
             orders = orders_of(made)
-            taken = None if orders is None else releasable_sends(orders, dist.get_rank(self._group))
+            taken = None if orders is None else releasable_sends(orders, dist.get_rank(self.group))
             self._schedules[key] = made, taken
         return self._schedules[key]
 
     def end(self) -> None:
         """Drop what a step held."""
-        self._step = None
-        for stage in self._stages:
+        vars(self).pop("_step", None)
+        for stage in self.stages:
             stage.clear_runtime_states()
             stage.sends = None
 
     def forget(self) -> None:
         """Drop the schedules as well, after an error."""
         self.end()
-        self._gates.current = None
+        self.gates.current = None
         self._schedules.clear()
 
 
-class _Joint:
-    """One tensor of all micro-batches: joined along its samples, the same in each, or a mean over samples.
+def _joined(parts: Sequence[Tensor], sizes: Sequence[int], is_shared: bool) -> Tensor:
+    """Return one tensor of all micro-batches: joined along its samples, the same in each, or a mean over samples.
 
     Args:
         parts: of each micro-batch.
         sizes: samples of each.
         is_shared: whether it is one parameter.
-
-    Attributes:
-        joined: of the whole batch.
     """
-
-    def __init__(self, parts: Sequence[Tensor], sizes: Sequence[int], is_shared: bool) -> None:
-        self._sizes, self._is_shared = sizes, is_shared
-        self._shares = [size / sum(sizes) for size in sizes]
-        dims = () if is_shared else range(parts[0].dim())
-        same = (dim for dim in dims if all(t.shape[dim] == n for t, n in zip(parts, sizes, strict=True)))
-        self._dim = next(same, None)
-        values = [part.detach() for part in parts]
-        if self._dim is not None:
-            self.joined = torch.cat(values, self._dim)
-        elif is_shared or not values[0].is_floating_point():
-            self.joined = values[0].clone()
-        else:
-            self.joined = torch.stack([v * share for v, share in zip(values, self._shares, strict=True)]).sum(0)
-
-    def split(self, gradient: Tensor | None) -> list[Tensor | None]:
-        """Return the gradients of the parts."""
-        if gradient is None:
-            return [None] * len(self._sizes)
-        if self._dim is not None:
-            return [part.contiguous() for part in gradient.split(list(self._sizes), self._dim)]
-        if self._is_shared:
-            return [gradient, *[None] * (len(self._sizes) - 1)]
-        return [gradient * share for share in self._shares]
-
-
-def _states(metric: Metric) -> dict[str, Any]:
-    """Return copies of a metric's states and counters."""
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    return {name: _copy(getattr(metric, name)) for name in names if hasattr(metric, name)}
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
-
-
-def _restore(metric: Metric, states: Mapping[str, Any]) -> None:
-    for name, value in states.items():
-        setattr(metric, name, value)
+    for dim in () if is_shared else range(parts[0].dim()):
+        if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
+            return torch.cat(list(parts), dim)
+    if is_shared or not parts[0].is_floating_point():
+        return parts[0].clone()
+    return torch.stack([part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]).sum(0)

@@ -182,7 +182,6 @@ _HEADER = 16
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, zero-padded to the alignment."""
-    # #-
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % _HEADER))
 

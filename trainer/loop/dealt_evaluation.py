@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule
 
 from trainwright.core.run.traits import traits_of
-from trainwright.strategies.base.certificate.state import KeptState
 from trainwright.strategies.contract.collectives.ranks import ranks_of
+from trainwright.strategies.plan.module_state import ModuleState
 from trainwright.trainer.data.data_order import DealingSampler
 from trainwright.trainer.data.even import EvenLoader
 from trainwright.trainer.data.reading import weigher_of
@@ -113,7 +113,7 @@ class DealtEvaluation:
 def without_trace(trainer: Any) -> Iterator[None]:
     """Restore the module after a ``with`` block (buffers, metrics, lists, numbers), in which no callback is called."""
     module: LightningModule = trainer.lightning_module
-    kept, callbacks = KeptState(module), trainer.callbacks
+    kept, callbacks = ModuleState(module), trainer.callbacks
     trainer.callbacks = []
     try:
         yield

@@ -140,7 +140,7 @@ def _run_layout(strategy: Compared, written: AsWritten, arguments: tuple[Any, ..
                 output = strategy.training_step(*arguments)
                 loss = loss_of(output)
                 if loss is not None and module.automatic_optimization:
-                    trial.losses.append(float(loss.detach().float().item()))
+                    trial.see(loss)
                     if not strategy.traits.backward_in_step:
                         strategy.backward(loss, strategy.optimizers[0] if strategy.optimizers else None)
             for name, gradient in strategy.named_gradients():
@@ -205,7 +205,7 @@ def _run_written(strategy: Compared, written: AsWritten, batch: Any, batch_idx: 
                     output = module.training_step(*arguments(module, batch, batch_idx))
                 loss = loss_of(output)
                 if loss is not None and module.automatic_optimization:
-                    trial.losses.append(float(loss.detach().float().item()))
+                    trial.see(loss)
                     if loss.requires_grad:
                         # Scaled as by accumulation, which must scale gradients alike.
                         module.backward(loss / module.trainer.accumulate_grad_batches)

@@ -18,9 +18,10 @@ from trainwright.core.torch_internals import (
     temporarily_clear_interpreter_stack,
 )
 from trainwright.strategies.base.certificate.determinism import Deterministic
-from trainwright.strategies.base.certificate.state import KeptObjects, KeptState, is_same
+from trainwright.strategies.base.certificate.state import WrittenWeights
 from trainwright.strategies.base.certificate.written import WrittenParameter
 from trainwright.strategies.contract.attributes import with_attributes
+from trainwright.strategies.plan.module_state import KeptObjects, ModuleState
 from trainwright.strategies.state.assemble import Assembly
 from trainwright.strategies.state.wholes import whole_on_device
 
@@ -156,11 +157,9 @@ class Streamed:
                     parameter.register_post_accumulate_grad_hook(partial(self._take_computed, written.name))
                 )
             self.parameters[written.name] = parameter
-        self._before_writes: dict[str, Tensor] = {}
-        # User code may give a parameter other memory (``.data = ...``): aliases keep the address of this one taken.
-        self._memory = [parameter.detach() for parameter in self.parameters.values()]
+        self._writes = WrittenWeights(self.parameters)
         self._places = {
-            self.parameters[name].untyped_storage()._cdata: (unit, name)
+            self.parameters[name].untyped_storage()._cdata: unit
             for unit, names in enumerate(supply.units)
             for name in names
         }
@@ -215,7 +214,7 @@ class Streamed:
         for hook in self._hooks:
             hook.remove()
         self.parameters.clear()
-        self._memory.clear()
+        self._writes = WrittenWeights({})
 
     def pin(self, unit: int) -> None:
         """Fetch ``unit`` and keep it until the end."""
@@ -226,20 +225,18 @@ class Streamed:
         """Pin the units of an operator's arguments that are not in memory, and of tensors it writes to."""
         for tensor in arguments:
             if tensor.numel() and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0:
-                unit, _ = self._places.get(tensor.untyped_storage()._cdata, (None, ""))
+                unit = self._places.get(tensor.untyped_storage()._cdata)
                 if unit is not None:
                     self.pin(unit)
         for tensor in written:
-            unit, name = self._places.get(tensor.untyped_storage()._cdata, (None, ""))
-            if unit is not None and name not in self._before_writes:
+            unit = self._places.get(tensor.untyped_storage()._cdata)
+            if unit is not None:
                 self.pin(unit)
-                self._before_writes[name] = self.parameters[name].detach().clone()
+                self._writes.before([tensor])
 
     def changed(self) -> set[str]:
         """Return names of parameters whose values user code has changed."""
-        written = {n for n, value in self._before_writes.items() if not is_same(self.parameters[n], value)}
-        moved = {n for n, p in self.parameters.items() if p.untyped_storage()._cdata not in self._places}
-        return written | moved
+        return self._writes.changed()
 
     @contextmanager
     def around(self, blocks: Sequence[nn.Module], randomness: Deterministic) -> Iterator[None]:
@@ -288,12 +285,12 @@ class _BlockInputs:
     def __init__(self, randomness: Deterministic, block: nn.Module, arguments: Any) -> None:
         self.drawn = randomness.drawn()
         self._block, self._arguments = block, arguments
-        self._kept: tuple[KeptState, KeptObjects] | None = None
+        self._kept: tuple[ModuleState, KeptObjects] | None = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Record state and arguments around the first run; restore them for later runs."""
-        now = KeptState(self._block), KeptObjects(self._arguments)
+        now = ModuleState(self._block), KeptObjects(self._arguments)
         if self._kept is None:
             yield
             self._kept = now

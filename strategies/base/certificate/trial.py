@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,10 @@ class Trial:
     state: Changes = field(default_factory=dict)
     written: Set[str] = frozenset()
 
+    def see(self, loss: Tensor) -> None:
+        """Record a loss."""
+        self.losses.append(float(loss.detach().float().item()))
+
 
 class _Stepped(BaseException):
     """Raised where user code steps an optimizer, to end the trial."""
@@ -146,7 +151,7 @@ def captured(module: LightningModule, trial: Trial, backward: Callable[[Tensor],
             trial.logged[name] = float(number)
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        trial.losses.append(float(loss.detach().float().item()))
+        trial.see(loss)
         run_backward(loss, *args, **kwargs)
 
     def skip(*_: Any, **__: Any) -> Tensor:  # gradients are compared before clipping
@@ -177,7 +182,10 @@ def stopped_at_step(strategy: Compared, trial: Trial) -> Iterator[None]:
     with ExitStack() as stack:
         for optimizer in strategy.optimizers:
             stack.enter_context(with_attributes(optimizer, step=stopping(optimizer)))
-            stack.enter_context(_kept_groups(optimizer))
+            for group in optimizer.param_groups:  # which user code may change (``toggle_optimizer``)
+                stack.callback(group.update, {**group, "params": list(group["params"])})
+                for parameter in group["params"]:
+                    stack.callback(parameter.requires_grad_, parameter.requires_grad)
         for config in strategy.lr_scheduler_configs:
             stack.enter_context(with_attributes(config.scheduler, **vars(config.scheduler)))
         try:
@@ -186,20 +194,6 @@ def stopped_at_step(strategy: Compared, trial: Trial) -> Iterator[None]:
             name_of = strategy._name_of()  # type: ignore[attr-defined]
             groups = reached.optimizer.param_groups
             trial.stepped = frozenset(name_of(parameter) for group in groups for parameter in group["params"])
-
-
-@contextmanager
-def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Restore group options and ``requires_grad`` afterwards, which user code may change (``toggle_optimizer``)."""
-    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    trained = [(parameter, parameter.requires_grad) for group in groups for parameter in group["params"]]
-    try:
-        yield
-    finally:
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
-        for parameter, requires_grad in trained:
-            parameter.requires_grad_(requires_grad)
 
 
 @contextmanager
@@ -216,12 +210,6 @@ def gradients_aside(strategy: Compared) -> Iterator[None]:
             tensor.grad = gradient
 
 
-class _NoHooks:
-    """A hook table without overridden hooks."""
-
-    heard: frozenset[str] = frozenset()
-
-
 @contextmanager
 def quiet(strategy: Compared) -> Iterator[None]:
     """Disable hooks, loggers, loss scaling and sample weights in a ``with`` block."""
@@ -229,7 +217,7 @@ def quiet(strategy: Compared) -> Iterator[None]:
     plugin = strategy.precision_plugin
     loggers = trainer.loggers
     with ExitStack() as stack:
-        stack.enter_context(with_attributes(plugin, hooks=_NoHooks(), scaler=None))
+        stack.enter_context(with_attributes(plugin, hooks=SimpleNamespace(heard=frozenset()), scaler=None))
         stack.enter_context(with_attributes(strategy, loss_factor=1.0, loss_divisor=1.0))
         if strategy.averaging.compression is not None:
             # Compressed averages are lossy: compare the mean of each replica's own gradients instead.

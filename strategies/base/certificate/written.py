@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,9 @@ from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.kept_parameters import redirected
 from trainwright.strategies.base.parameter_memory import keep_in_place
 from trainwright.strategies.pipeline.cut import refresh_recurrent
+from trainwright.strategies.plan.module_state import ModuleLooks
 from trainwright.strategies.plan.slots import Slot, find_slots
 
-# Dicts of every module that are modified in place.
-_TABLES = (
-    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 _NAME = "_trainwright_as_written"
 # Not saved between steps, since they would keep unsharded tensors alive.
 _TENSORS = ("_parameters", "_buffers", "_flat_weights", "_flat_weight_refs")
@@ -47,22 +43,6 @@ class WrittenParameter:
     hooks: tuple[Any, ...] = ()
 
 
-@dataclass
-class _Looks:
-    """Snapshot of a submodule: its class, attributes and tables."""
-
-    kind: type
-    attributes: dict[str, Any]
-    tables: dict[str, dict[Any, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, module: nn.Module, without: Collection[str] = ()) -> _Looks:
-        values = vars(module)
-        tables = {name: dict(values[name]) for name in _TABLES if name in values and name not in without}
-        attributes = {k: v for k, v in values.items() if k not in _TABLES and k not in without}
-        return cls(type(module), attributes, tables)
-
-
 class AsWritten:
     """Snapshot of a module before a strategy replaces classes, forwards, hooks and parameters.
 
@@ -75,11 +55,11 @@ class AsWritten:
     def __init__(self, module: nn.Module) -> None:
         # A list, since some modules (metrics) hash by their contents.
         self._all = list(module.modules())
-        self._before = [_Looks.of(sub, _TENSORS) for sub in self._all]
+        self._before = [ModuleLooks.of(sub, _TENSORS) for sub in self._all]
         self.is_new = True
         """True if the module was not set up by a run yet, so that its parameters are unsharded."""
         self._names: dict[int, str] = {id(sub): name for name, sub in module.named_modules()}
-        self._after: list[_Looks] = []
+        self._after: list[ModuleLooks] = []
         slots = find_slots(module)
         self.parameters = tuple(
             WrittenParameter(
@@ -110,7 +90,7 @@ class AsWritten:
 
     def set_up(self) -> None:
         """Record the module as modified by the strategy, at setup."""
-        self._after = [_Looks.of(sub, _TENSORS) for sub in self._all]
+        self._after = [ModuleLooks.of(sub, _TENSORS) for sub in self._all]
         self.is_new = False
 
     @contextmanager
@@ -121,7 +101,7 @@ class AsWritten:
             parameters: replacements of its parameters, by name.
             device: of this rank, to which setup moved the module.
         """
-        now = [_Looks.of(sub) for sub in self._all]
+        now = [ModuleLooks.of(sub) for sub in self._all]
         try:
             for place in range(len(self._all)):
                 self._show(place, device)
@@ -136,9 +116,9 @@ class AsWritten:
                 yield
         finally:
             for sub, looks in zip(self._all, now, strict=True):
-                _put(sub, looks, vars(sub))
+                looks.put(sub)
 
-    def _placed(self, looks: Sequence[_Looks]) -> Iterator[tuple[Tensor, nn.Module, str]]:
+    def _placed(self, looks: Sequence[ModuleLooks]) -> Iterator[tuple[Tensor, nn.Module, str]]:
         """Yield each parameter that the module had, which user code may have kept, with its place."""
         for sub, each in zip(self._all, looks, strict=True):
             yield from ((p, sub, key) for key, p in each.tables["_parameters"].items() if p is not None)
@@ -173,16 +153,3 @@ def _moved(device: torch.device, value: Any) -> Any:
 
 def _none() -> None:
     """Return ``None`` when unpickled."""
-
-
-def _put(sub: nn.Module, looks: _Looks, values: dict[str, Any]) -> None:
-    """Restore ``sub`` from its snapshot."""
-    if type(sub) is not looks.kind:
-        sub.__class__ = looks.kind
-    tables = {name: values[name] for name in looks.tables}
-    values.clear()
-    values.update(looks.attributes)
-    for name, content in looks.tables.items():
-        tables[name].clear()
-        tables[name].update(content)
-        values[name] = tables[name]

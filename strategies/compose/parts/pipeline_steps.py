@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
+from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.compose.engines import Engines
 from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
 from trainwright.strategies.data.sharding.gathering import parameter_groups
 from trainwright.strategies.pipeline.engine import PipelineEngine
-from trainwright.strategies.plan.slots import Slot
 from trainwright.strategies.state.wholes import whole_on_device
 
 
@@ -37,7 +37,7 @@ class PipelineSteps:
 
     def attach(self, engines: Engines) -> None:
         """Connect the pipeline, at the end of setup."""
-        self._engine = engines.attach(self._run, self._look, self._whole_here, _Rehearsing(self))
+        self._engine = engines.attach(self)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward and backward of a whole batch, then average gradients over data-parallel ranks."""
@@ -47,30 +47,29 @@ class PipelineSteps:
         self._average_gradients()
         return output
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module on one micro-batch."""
-        strategy = self._strategy
-        among = strategy.ranks.among_data_ranks()
-        with strategy.precision_plugin.train_step_context(), self._observed(args[0]), among:
-            if strategy._step is not None:
-                return strategy._step(method, *args, **kwargs)
-            return self._engine.call(partial(getattr(strategy.lightning_module, method), *args, **kwargs))
+    @property
+    def written(self) -> AsWritten:
+        """The module as written."""
+        return self._strategy.certificate.written  # type: ignore[no-any-return]
 
-    def rehearse(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module without collectives of the strategy."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rehearses: bool = False) -> Any:
+        """Run the user's step on one micro-batch; rehearsals without collectives of the strategy."""
         strategy = self._strategy
         with strategy.precision_plugin.train_step_context(), self._observed(args[0]), strategy.ranks.among_data_ranks():
-            return self._engine.call(partial(getattr(strategy.lightning_module, method), *args, **kwargs))
+            if strategy._step is not None and not rehearses:
+                return strategy._step("training_step", *args, **kwargs)
+            return self._engine.call(partial(strategy.lightning_module.training_step, *args, **kwargs))
 
-    def _look(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the user's module without gradients on all pipeline stages together."""
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the user's step without gradients on all pipeline stages together."""
         try:
             with self._strategy.ranks.among_data_ranks():
-                return self._evaluate(method, self._strategy.precision_plugin.train_step_context, *args, **kwargs)
+                context = self._strategy.precision_plugin.train_step_context
+                return self._evaluate("training_step", context, *args, **kwargs)
         finally:
             self._reshard_blocks()
 
-    def _whole_here(self, name: str) -> Tensor:
+    def whole(self, name: str) -> Tensor:
         """Return a parameter of this stage, gathered along the data axes."""
         return whole_on_device(self._strategy.lightning_module.get_parameter(name))
 
@@ -175,23 +174,3 @@ class PipelineSteps:
                 for group in parameter_groups(state):
                     group.reshard()
             self._strategy._drop_prefetched()
-
-
-class _Rehearsing:
-    """The module as written, for rehearsals of its step."""
-
-    def __init__(self, steps: PipelineSteps) -> None:
-        self.run = steps.rehearse
-        self._strategy = steps._strategy
-
-    def parameters(self) -> Iterator[tuple[str, tuple[int, ...], Sequence[Slot]]]:
-        """Yield name, whole shape and places of each parameter."""
-        for each in self._strategy.certificate.written.parameters:
-            yield each.name, each.shape, each.slots
-
-    def shown(self, parameters: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
-        """Show the module as written, with these parameters, in a ``with`` block."""
-        shown: AbstractContextManager[None] = self._strategy.certificate.written.shown(
-            parameters, self._strategy.root_device
-        )
-        return shown

@@ -48,12 +48,13 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Restore the state of all generators after a ``with`` block, whose draws user code must not notice."""
     with _disable_current_modes():  # a planner's tensors have no values
-        before = random_state(device)
+        before, counts = random_state(device), draw_counts.copy()
     try:
         yield
     finally:
         with _disable_current_modes():
             set_random_state(before, device)
+            restore_draw_counts(counts)
 
 
 def torch_state(device: torch.device) -> dict[str, Tensor]:

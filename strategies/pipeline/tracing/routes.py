@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
-
-from torch import Tensor
 
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.tracing.absent import partial_use
-from trainwright.strategies.pipeline.tracing.block_values import SideOutputs, placeholder
+from trainwright.strategies.pipeline.tracing.block_values import SideOutputs
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace, Source, explain
 from trainwright.strategies.pipeline.value_spec import ValueSpec
 
@@ -35,7 +32,6 @@ class StageRoutes:
     forms: Sequence[ValueSpec] = ()
     places: Sequence[SideOutputs] = ()
     cloned: Mapping[Source, bool] = field(default_factory=dict)
-    _placeholders: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def sent(self) -> list[tuple[Source, ...]]:
@@ -80,15 +76,6 @@ class StageRoutes:
             frozenset(more | ((changed | arriving[stage]) - {span.start - 1}))
             for stage, span in enumerate([*self.cut.spans, range(len(self.cut.names), len(self.cut.names))])
         ]
-
-    def placeholder_like(self, tensor: Tensor) -> Tensor:
-        """Return a placeholder for the output of a skipped block, as large as ``tensor``."""
-        if tensor.numel() == 1:  # may be written to
-            return placeholder(tensor.shape, tensor.dtype, tensor.device)
-        key = tensor.shape, tensor.dtype, tensor.device
-        if key not in self._placeholders:
-            self._placeholders[key] = placeholder(*key)
-        return self._placeholders[key]
 
     def outputs(self, block: int) -> int:
         """Return the number of leaves of a block's output, which come first in its value."""

@@ -11,53 +11,77 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainwright.core.torch_internals import legacy_get_string
+from trainwright.core.torch_internals import TorchDispatchMode, legacy_get_string
 from trainwright.strategies.contract.gradients import widest
 from trainwright.strategies.pipeline.value_spec import tensors_in
 
-_DRAWING = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
-    "multinomial", "poisson", "binomial", "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "log_normal_",
-    "cauchy_", "geometric_", "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-    "feature_dropout", "feature_alpha_dropout", "native_dropout", "gumbel_softmax", "rrelu", "rrelu_",
-}  # fmt: skip
-_ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "pow", "neg"}
-_ARITHMETIC |= {"subtract", "multiply", "divide", "negative", "clamp", "clip", "maximum", "minimum", "lerp"}
-_RESHAPING = {
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "t", "permute", "movedim", "expand",
-    "contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int",
-    "bool", "cpu", "cuda", "requires_grad", "swapaxes", "view_as", "expand_as", "reshape_as", "alias", "chunk", "split",
-    "unbind", "getitem", "get",
-}  # fmt: skip
-_ELEMENTWISE = {
-    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "and", "or", "xor",
-    "invert", "bitwise_and", "bitwise_or", "bitwise_not", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh",
-    "sigmoid", "relu", "sign", "round", "floor", "ceil", "where", "masked_fill", "setitem", "isnan", "isfinite",
-    "isinf", "one_hot", "remainder", "mod", "square", "reciprocal", "zeros_like", "ones_like", "full_like",
-    "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "nonzero", "masked_select",
-}  # fmt: skip
-_BY_SAMPLE = _ARITHMETIC | _RESHAPING | _ELEMENTWISE
-_LINEAR = (_RESHAPING - {"bool", "long", "int", "get"}) | {"sum", "mean", "stack", "cat", "concat", "hstack", "nansum"}
-_SELECTING = {"getitem", "index_select", "gather", "take", "take_along_dim", "index"}
-_ADDING = {"add", "sub", "rsub", "neg", "subtract", "negative"}
+# Operators without the tag ``pointwise`` that keep samples apart, too.
+_COPIES = {"_to_copy", "copy", "lift_fresh", "_unsafe_view", "cat", "stack", "fill", "zero"}
+_BY_SAMPLE = {*_COPIES, "floor_divide", "masked_select", "nonzero", "_local_scalar_dense", "index", "index_put"}
+_SELECTING = {"index", "index_select", "gather", "take"}
+_LINEAR = {*_COPIES, "clone", "add", "sub", "rsub", "neg", "sum", "mean", "mul", "div", "where"}
 _CROSS_ENTROPIES = {F.cross_entropy, F.nll_loss, getattr(F, "linear_cross_entropy", F.nll_loss)}
 
 
+class Operators(TorchDispatchMode):
+    """The operators of one function call, by name, besides views.
+
+    Attributes:
+        draws: whether one draws random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: set[str] = set()
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record and run an operator."""
+        name = func.overloadpacket.__name__.removesuffix("_")
+        if func.namespace == "aten" and not func.is_view:
+            self._names.add(name)
+        # Attention has the tag without dropout, too.
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def are_pointwise(self) -> bool:
+        """True if numbers among the arguments are operands."""
+        return any(map(_is_pointwise, self._names)) and self.compute_by_sample(())
+
+    def compute_by_sample(self, args: Any) -> bool:
+        """Return whether each element of a result depends on the same sample's elements only."""
+        return all(n in _BY_SAMPLE or _is_pointwise(n) for n in self._names) and not self.indices(args)
+
+    def indices(self, args: Any) -> list[Tensor]:
+        """Return the integer tensors by which the function selects elements."""
+        given = tensors_in(args[1:]) if self._names & _SELECTING else []
+        return [each for each in given if each.dtype in (torch.int64, torch.int32)]
+
+    def select_by_mask(self, args: Any) -> bool:
+        """Return whether the function selects elements by a boolean tensor."""
+        return "index" in self._names and any(each.dtype == torch.bool for each in tensors_in(args[1:]))
+
+    def are_linear(self, args: Any, summed: Callable[[Any], bool]) -> bool:
+        """Return whether the function is linear in those of its arguments that are sums over samples.
+
+        Args:
+            args: of the call.
+            summed: whether an argument is such a sum.
+        """
+        products = {"mul": sum(map(summed, args[:2])) > 1, "div": any(map(summed, args[1:2])), "where": summed(args[0])}
+        return self._names <= _LINEAR and not any(products[name] for name in products.keys() & self._names)
+
+    @property
+    def reduction(self) -> str:
+        """``"sum"`` or ``"mean"`` if it is the only operator, else ``""``."""
+        return next(iter(self._names)) if self._names in ({"sum"}, {"mean"}) else ""
+
+
 @cache
-def stem_of(func: Callable[..., Any]) -> str:
-    """Return the name of a function without underscores: ``add`` for ``Tensor.add_`` and ``Tensor.__iadd__``."""
-    name = getattr(func, "__name__", str(func)).strip("_")
-    return name[1:] if name[:1] in ("i", "r") and name[1:] in _ARITHMETIC else name
-
-
-def draws(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Return whether a call draws random numbers."""
-    name = getattr(func, "__name__", "")
-    if name not in _DRAWING or "dropout" not in name:
-        return name in _DRAWING
-    signature = _signature(func)
-    given = {} if signature is None else signature.bind(*args, **kwargs).arguments
-    return bool(given.get("training", True)) and given.get("p", 0.5) > 0
+def _is_pointwise(name: str) -> bool:
+    found = getattr(torch.ops.aten, name, None)
+    return found is not None and any(torch.Tag.pointwise in getattr(found, each).tags for each in found.overloads())
 
 
 def is_attribute(func: Callable[..., Any], args: Any) -> bool:
@@ -66,86 +90,32 @@ def is_attribute(func: Callable[..., Any], args: Any) -> bool:
     return name in ("__set__", "__delete__") or (name == "__get__" and not isinstance(func(*args), Tensor))
 
 
-def is_arithmetic(func: Callable[..., Any]) -> bool:
-    """Return whether numbers among a function's arguments are operands."""
-    return stem_of(func) in _ARITHMETIC
-
-
-def computes_by_sample(func: Callable[..., Any], args: Any) -> bool:
-    """Return whether each element of a result depends on the same sample's elements only."""
-    return stem_of(func) in _BY_SAMPLE and not indices_of(func, args)
-
-
-def indices_of(func: Callable[..., Any], args: Any) -> list[Tensor]:
-    """Return the integer tensors by which a function selects elements."""
-    if stem_of(func) not in _SELECTING:
-        return []
-    return [each for each in tensors_in(args[1:]) if each.dtype in (torch.int64, torch.int32)]
-
-
-def is_write(func: Callable[..., Any]) -> bool:
-    """Return whether a function returns its first argument, changed in place."""
-    name: str = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (name[:3] == "__i" and stem_of(func) in _ARITHMETIC)
-
-
-def is_linear(func: Callable[..., Any], args: Any, summed: Callable[[Any], bool]) -> bool:
-    """Return whether a function is linear in those of its arguments that are sums over samples.
-
-    Args:
-        func, args: of the call.
-        summed: whether an argument is such a sum.
-    """
-    stem, operands = stem_of(func), [summed(each) for each in args[:2]]
-    if stem in ("mul", "multiply"):
-        return sum(operands) < 2
-    if stem in ("div", "divide", "truediv", "true_divide"):
-        reverse = getattr(func, "__name__", "").startswith("__r")
-        return len(operands) < 2 or not operands[0 if reverse else 1]
-    if stem == "where":
-        return not operands[0]
-    return stem in _ADDING or stem in _LINEAR
-
-
 @cache
 def _signature(func: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(func)
+        found = inspect.signature(func)
     except (TypeError, ValueError):
         return None
+    return found if "reduction" in found.parameters and func.__module__ == F.__name__ else None
 
 
-def reduction_of(func: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    """Return ``"sum"`` or ``"mean"`` for a sum, a mean or a loss with that reduction; ``""`` for other functions."""
-    stem = stem_of(func)
-    if stem in ("sum", "nansum", "mean"):
-        return "mean" if stem == "mean" else "sum"
+def loss_arguments(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a loss of ``torch.nn.functional`` by name, as of now; empty for other functions."""
     signature = _signature(func)
-    if signature is None or "reduction" not in signature.parameters or func.__module__ != F.__name__:
-        return ""
-    given = signature.bind(*args, **kwargs).arguments
-    reduction = given.get("reduction", signature.parameters["reduction"].default)
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        reduction = legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
-    return {"sum": "sum", "mean": "mean", "batchmean": "mean"}.get(reduction, "")
-
-
-def class_mean(func: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments | None:
-    """Return the arguments of a mean over class indices, whose divisor is :func:`valid_targets`; else ``None``."""
-    if func not in _CROSS_ENTROPIES or reduction_of(func, args, kwargs) != "mean":
-        return None
-    signature = _signature(func)
-    assert signature is not None
+    if signature is None:
+        return {}
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    return None if bound.arguments["target"].is_floating_point() else bound
+    legacy = [bound.arguments.pop(name, None) for name in ("size_average", "reduce")]
+    if legacy != [None, None]:
+        bound.arguments["reduction"] = legacy_get_string(legacy[0], legacy[1], emit_warning=False)
+    return bound.arguments
 
 
-def summed(func: Callable[..., Any], bound: inspect.BoundArguments) -> Tensor:
-    """Return the sum instead of the mean of a loss."""
-    bound.arguments.update(reduction="sum", **dict.fromkeys({"size_average", "reduce"} & bound.arguments.keys()))
-    total: Tensor = func(*bound.args, **bound.kwargs)
-    return total
+def is_class_mean(func: Callable[..., Any], arguments: dict[str, Any]) -> bool:
+    """Return whether a loss is a mean over class indices, whose divisor is :func:`valid_targets`."""
+    is_mean = func in _CROSS_ENTROPIES and arguments["reduction"] == "mean"
+    return is_mean and not arguments["target"].is_floating_point()
 
 
 # The default of ``ignore_index`` where it is None.

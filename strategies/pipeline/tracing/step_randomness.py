@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainwright.strategies.contract.randomness import state as generators
 
@@ -20,13 +19,12 @@ class StepRandomness:
     """Common generator seeds outside of the blocks, and the rank's own generators inside.
 
     Args:
-        group: ranks of the pipeline.
         device: of the activations.
         from_last: returns a value of the last stage on all ranks, given its description; a collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, from_last: Callable[[Any, str], Any]) -> None:
-        self._group, self._device, self._from_last = group, device, from_last
+    def __init__(self, device: torch.device, from_last: Callable[[Any, str], Any]) -> None:
+        self._device, self._from_last = device, from_last
 
     # ---- training steps -----------------------------------------------------------------------------------------
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.tracing.dependency_trace import DependencyTrace, Source, depends_on_data
-from trainwright.strategies.pipeline.tracing.module_state import Change
 from trainwright.strategies.pipeline.value_spec import ValueChannel
+from trainwright.strategies.plan.module_state import Change
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def find_places(
             continue
         sub = module.get_submodule(change.path)
         sources = trace.of(change.value) if block is None else trace.inner_sources(change.value)
-        if _is_metric(sub):
+        if isinstance(sub, Metric | MetricCollection):
             continue  # accumulates over micro-batches, and is synchronized when computed
         if change.is_first and block is not None and change.name in sub.state_dict():
             problems.append(_unsaved_buffer_problem(change))
@@ -97,10 +98,6 @@ def _is_after(sources: Iterable[Source], cut: PipelineCut) -> bool:
     return any(source.kind == "block" and source.block == len(cut.names) - 1 for source in sources)
 
 
-def _is_metric(sub: nn.Module) -> bool:
-    return any(base.__module__.startswith("torchmetrics.") for base in type(sub).__mro__)
-
-
 def _data_dependent_problem(change: Change, sub: nn.Module, micro_batches: int) -> str:
     return (
         f"training_step changes {change.label!r} ({type(sub).__name__}) depending on samples, and a pipeline runs it "
@@ -126,10 +123,13 @@ def _stored_tensor_problem(change: Change) -> str:
     )
 
 
-def contents_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> Callable[[], None]:
-    """Return a function that restores what lists, dicts and sets of a module hold now."""
+def contents_of(
+    module: nn.Module, places: Sequence[tuple[str, str]], metrics: Iterable[nn.Module] = ()
+) -> Callable[[], None]:
+    """Return a function that restores what lists, dicts and sets of a module, and its metrics, hold now."""
     owners = (vars(module.get_submodule(path)).get(name) for path, name in places)
     held: list[tuple[Any, Any]] = [(v, copy.copy(v)) for v in owners if hasattr(v, "clear")]
+    held += [(vars(metric), {name: _copied(value) for name, value in vars(metric).items()}) for metric in metrics]
 
     def restore() -> None:
         for container, content in held:
@@ -137,6 +137,10 @@ def contents_of(module: nn.Module, places: Sequence[tuple[str, str]]) -> Callabl
             (container.extend if hasattr(container, "extend") else container.update)(content)
 
     return restore
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
 
 
 class StepState:

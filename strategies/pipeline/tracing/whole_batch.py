@@ -15,8 +15,8 @@ What cannot be a contribution (a maximum, a root of a mean, a relation between s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, NoReturn
 
@@ -44,6 +44,10 @@ from trainwright.strategies.pipeline.tracing.block_values import (
 )
 from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.value_spec import tensors_in
+
+
+class StageDone(Exception):  # noqa: N818 - no error: it leaves the user's step after a stage's last block
+    """Raised by the first block after a stage's own; :meth:`PipelineEngine.call` catches it."""
 
 
 class NotAdditive(Exception):  # noqa: N818 - no error: it leaves the user's step
@@ -77,19 +81,25 @@ class Rehearsed(NamedTuple):
 
     Attributes:
         func: called.
+        operators: that it ran.
+        writes: whether it returned its first argument.
         shapes: of the tensors it returned.
         values: copies of these, if drawn or computed from several samples of the data.
         numel: elements of its first tensor.
         total: divisor of a mean over class indices.
-        numbers: plain arguments of an arithmetic function.
+        numbers: plain arguments that are operands.
+        is_sure: whether Python has read no activation, on which numbers may depend.
     """
 
     func: Any
-    shapes: tuple[tuple[int, ...], ...]
-    values: tuple[Tensor, ...] = ()
-    numel: int = 0
-    total: Tensor | None = None
-    numbers: tuple[Any, ...] = ()
+    operators: functions.Operators
+    writes: bool
+    shapes: list[tuple[int, ...]]
+    values: tuple[Tensor, ...]
+    numel: int
+    total: Tensor | None
+    numbers: tuple[Any, ...]
+    is_sure: bool
 
 
 class Logged(NamedTuple):
@@ -105,6 +115,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._kinds: Any = WeakIdKeyDictionary()
+        self._positions: Any = WeakIdKeyDictionary()  # integers that may be indices of samples of the whole batch
 
     def kind(self, tensor: Tensor) -> Kind:
         """Return what a tensor depends on."""
@@ -139,27 +150,40 @@ class Rehearsal(_Calls):
     """One run of a step on the whole batch, without values of parameters and activations.
 
     Args:
-        stand_ins: of parameters.
+        stand_ins: of parameters, and outputs of modules.
+        blocks: of the module.
         batch: copied by the caller.
         size: its samples.
+        is_full: whether it continues after the blocks.
 
     Attributes:
         calls: in order.
         logs: by name.
         draws: whether user code drew random numbers.
-        in_blocks: whether the first block was called.
         problem: why it failed, or ``""``.
     """
 
-    def __init__(self, stand_ins: StandIns, batch: Any, size: int) -> None:
+    def __init__(self, stand_ins: StandIns, blocks: Sequence[nn.Module], batch: Any, size: int, is_full: bool) -> None:
         super().__init__()
         self.calls: list[Rehearsed] = []
         self.logs: dict[str, Logged] = {}
         self.draws, self.problem, self.size = False, "", size
-        self.in_blocks = False
-        self._positions: Any = WeakIdKeyDictionary()
-        self._stand_ins, self._reads = stand_ins, False
+        self.stand_ins, self._blocks, self._is_full = stand_ins, blocks, is_full
+        self._in_blocks = self._reads = False
         self.mark(batch, Kind.DATA)
+
+    def run(self, function: Callable[[], Any]) -> None:
+        """Run ``function``, which runs the user's step."""
+        with self, suppress(StageDone):
+            function()
+
+    def block(self, index: int, call: Call, args: Any, kwargs: Any) -> Any:
+        """Return the output of a block, without values."""
+        if not self._is_full:
+            raise StageDone
+        self._in_blocks = True
+        with self.paused():
+            return self.stand_ins.output(self._blocks[index], args, kwargs)
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         """Record a log."""
@@ -170,15 +194,15 @@ class Rehearsal(_Calls):
             number = float(value) if is_known and is_number else None
             self.logs[name] = Logged(number, None if size is None else int(size))
 
-    def unit(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def unit(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         """Return the output of a module with parameters, without values."""
         if isinstance(module, MetricCollection):
             raise RuntimeError("a collection of metrics")
-        if id(module) in self._stand_ins.transparent:
-            with self._stand_ins.shown():
+        if id(module) in self.stand_ins.transparent:
+            with self.stand_ins.shown():
                 return module(*args, **kwargs)
         with self.paused():
-            return self._stand_ins.output(module, args, kwargs)
+            return self.stand_ins.output(module, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, without values if an argument has none, and record it."""
@@ -189,34 +213,35 @@ class Rehearsal(_Calls):
             args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
         given = tensors_in((args, kwargs))
         kind = max(map(self.kind, given), default=Kind.CONSTANT)
-        draws = functions.draws(func, args, kwargs)
-        if kind is Kind.CONSTANT and not draws:
-            return func(*args, **kwargs)
-        if kind <= Kind.DATA:
+        has_values, indexed = kind <= Kind.DATA, args
+        if not has_values:
+            if func in READS_VALUES:
+                self._reads = True
+                empty = torch.zeros(args[0].shape, dtype=args[0].dtype)
+                return func(empty, *args[1:], **kwargs) if func in READS_NUMBERS else False
+            args, kwargs = self.stand_ins.without_values(func, args, kwargs)
+        with functions.Operators() as ran:
             output = func(*args, **kwargs)
-            self.draws |= draws
-            is_needed = draws or not functions.computes_by_sample(func, args)
-            values = tuple(t.detach().clone() for t in tensors_in(output)) if is_needed else ()
-        elif func in READS_VALUES:
-            self._reads = True
-            return _no_value(func, args[0])
-        else:
-            if any(each in self._positions for each in functions.indices_of(func, args)) and not self.in_blocks:
+        if kind is Kind.CONSTANT and not ran.draws:
+            return output
+        self.draws |= ran.draws
+        total = None
+        if not has_values:
+            if any(each in self._positions for each in ran.indices(indexed)) and not self._in_blocks:
                 raise MixedSamplesError(_name(func))
-            if draws:  # dropout: it advances the generator
-                self.draws = True
+            if ran.draws:  # dropout: it advances the generator
                 torch.rand(())
-            args, kwargs = self._stand_ins.without_values(func, args, kwargs)
-            output, values = func(*args, **kwargs), ()
+            arguments = functions.loss_arguments(func, args, kwargs)
+            total = functions.valid_targets(arguments) if functions.is_class_mean(func, arguments) else None
         found = tensors_in(output)
-        bound = functions.class_mean(func, args, kwargs) if kind > Kind.DATA else None
-        total = None if bound is None else functions.valid_targets(bound.arguments)
-        numbers = _numbers(args) if functions.is_arithmetic(func) else ()
-        shapes = tuple(tuple(each.shape) for each in found)
-        self.calls.append(Rehearsed(func, shapes, values, given[0].numel() if given else 0, total, numbers))
-        written = given[:1] if functions.is_write(func) or func is Tensor.__setitem__ else []
-        for tensor in (*found, *written):
-            self._kinds[tensor] = Kind.DATA if kind <= Kind.DATA else Kind.SAMPLES
+        is_needed = has_values and (ran.draws or not ran.compute_by_sample(args))
+        values = tuple(each.detach().clone() for each in found) if is_needed else ()
+        is_write = func is Tensor.__setitem__ or (len(args) > 0 and output is args[0])
+        shapes, numbers = [tuple(each.shape) for each in found], _numbers(args) if ran.are_pointwise else ()
+        numel = given[0].numel() if given else 0
+        self.calls.append(Rehearsed(func, ran, is_write, shapes, values, numel, total, numbers, not self._reads))
+        for tensor in (*found, *given[:is_write]):
+            self._kinds[tensor] = Kind.DATA if has_values else Kind.SAMPLES
             if values:
                 self._positions[tensor] = True
         return output
@@ -227,7 +252,6 @@ class Replay(_Calls):
 
     Args:
         rehearsal: of the whole batch.
-        stand_ins: its own.
         batch: the micro-batch.
         start: its first sample.
         size: its samples.
@@ -237,21 +261,16 @@ class Replay(_Calls):
         problem: the first call that cannot be a contribution to the whole batch's, or ``""``.
     """
 
-    def __init__(
-        self, rehearsal: Rehearsal, stand_ins: StandIns, batch: Any, start: int, size: int, ends: bool
-    ) -> None:
+    def __init__(self, rehearsal: Rehearsal, batch: Any, start: int, size: int, ends: bool) -> None:
         super().__init__()
-        self._ends = ends
-        self._rehearsal, self._stand_ins = rehearsal, stand_ins
+        self._rehearsal, self._ends, self._next, self.problem = rehearsal, ends, 0, rehearsal.problem
         self._start, self._size, self._whole = start, size, rehearsal.size
-        self._next, self.problem = 0, rehearsal.problem
         self._ragged: Any = WeakIdKeyDictionary()
-        self._positions: Any = WeakIdKeyDictionary()  # integers that may be indices of samples of the whole batch
         self.mark(batch, Kind.DATA)
 
     def unit(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         """Run a module with parameters."""
-        if id(module) in self._stand_ins.transparent:
+        if id(module) in self._rehearsal.stand_ins.transparent:
             return call(*args, **kwargs)
         with self.paused():
             output = call(*args, **kwargs)
@@ -277,24 +296,25 @@ class Replay(_Calls):
     def _replayed(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = tensors_in((args[1:] if func in SHAPE_ONLY else args, kwargs))
         kinds = [self.kind(tensor) for tensor in given]
-        kind, draws = max(kinds, default=Kind.CONSTANT), functions.draws(func, args, kwargs)
-        if (kind is Kind.CONSTANT and not draws) or (kind > Kind.DATA and func in READS_VALUES):
+        kind, calls = max(kinds, default=Kind.CONSTANT), self._rehearsal.calls
+        call = calls[self._next] if self._next < len(calls) else None
+        is_same = call is not None and call.func == func
+        if kind > Kind.DATA and func in READS_VALUES:
             return func(*args, **kwargs)
-        calls = self._rehearsal.calls
-        if self._next >= len(calls) or calls[self._next].func != func:
-            then = _name(calls[self._next].func) if self._next < len(calls) else "nothing"
+        if kind is Kind.CONSTANT and not (call is not None and is_same and call.operators.draws):
+            return func(*args, **kwargs)
+        if call is None or not is_same:
+            then = "nothing" if call is None else _name(call.func)
             self.stop(f"a micro-batch calls {_name(func)} where the whole batch calls {then}")
-        call = calls[self._next]
         self._next += 1
         if kind <= Kind.DATA:
-            output = self._of_data(call, func, args, kwargs, draws)
-            kind = Kind.DATA
+            output, kind = self._of_data(call, func, args, kwargs), Kind.DATA
         else:
-            if call.numbers:
-                args = _with_numbers(args, call.numbers)
+            if call.numbers and not call.is_sure and call.numbers != _numbers(args):
+                self.stop("Python reads a value of activations")
+            args = _with_numbers(args, call.numbers) if call.numbers else args
             output, kind = self._of_activations(call, func, args, kwargs, given, kinds)
-        written = given[:1] if functions.is_write(func) or func is Tensor.__setitem__ else []
-        for tensor in (*tensors_in(output), *written):
+        for tensor in (*tensors_in(output), *given[: call.writes]):
             self._kinds[tensor] = kind
         return output
 
@@ -305,17 +325,17 @@ class Replay(_Calls):
 
     # ---- values of data -----------------------------------------------------------------------------------------
 
-    def _of_data(self, call: Rehearsed, func: Any, args: Any, kwargs: Any, draws: bool) -> Any:
+    def _of_data(self, call: Rehearsed, func: Any, args: Any, kwargs: Any) -> Any:
+        output = func(*args, **kwargs)
         if not call.values:
-            return func(*args, **kwargs)
-        output = self._stand_ins.without_running(lambda: func(*args, **kwargs))
+            return output
         shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
         parts = [self._slice(*pair) for pair in zip(call.values, shapes, strict=True)]
         if any(part is None for part in parts):
             self.stop(f"{_name(func)} relates samples of the data to each other")
         for part in parts:
             self._positions[part] = True
-        if functions.is_write(func):
+        if call.writes:
             return args[0].detach().copy_(parts[0])
         replaced = iter(parts)
         return pytree.tree_map_only(Tensor, lambda _: next(replaced), output)
@@ -338,30 +358,26 @@ class Replay(_Calls):
         self, call: Rehearsed, func: Any, args: Any, kwargs: Any, given: list[Tensor], kinds: list[Kind]
     ) -> tuple[Any, Kind]:
         """Return the output, and what it depends on."""
-        if any(each in self._positions for each in functions.indices_of(func, args)):
+        if any(each in self._positions for each in call.operators.indices(args)):
             self.stop(f"{_name(func)} selects samples of the whole batch")
-        kinds_of = dict(zip(map(id, given), kinds, strict=True))
-        if Kind.OTHER in kinds:
-            return func(*args, **kwargs), Kind.OTHER
-        if Kind.SUM in kinds:
-            is_linear = Kind.SAMPLES not in kinds and functions.is_linear(
-                func, args, lambda each: isinstance(each, Tensor) and kinds_of.get(id(each)) is Kind.SUM
-            )
-            return func(*args, **kwargs), Kind.SUM if is_linear else Kind.OTHER
-        has_samples = Kind.SAMPLES in kinds
-        is_ragged = any(tensor in self._ragged for tensor in given) or _is_mask(func, args)
-        if call.total is not None and call.shapes == ((),) and has_samples:
-            bound = functions.class_mean(func, args, kwargs)
-            assert bound is not None
-            loss = functions.summed(func, bound)
+        if max(kinds) < Kind.SUM and call.total is not None and call.shapes == [()] and Kind.SAMPLES in kinds:
+            loss = func(**{**functions.loss_arguments(func, args, kwargs), "reduction": "sum"})
             return loss * (self._whole / self._size / call.total).to(loss.dtype), Kind.SUM
         output = func(*args, **kwargs)
         found = tensors_in(output)
+        if max(kinds) >= Kind.SUM:
+            sums = {id(each) for each, kind in zip(given, kinds, strict=True) if kind is Kind.SUM}
+            is_linear = max(kinds) is Kind.SUM and Kind.SAMPLES not in kinds
+            is_linear &= call.operators.are_linear(args, lambda each: id(each) in sums)
+            return output, Kind.SUM if is_linear and all(each.is_floating_point() for each in found) else Kind.OTHER
+        has_samples = Kind.SAMPLES in kinds
+        is_ragged = any(tensor in self._ragged for tensor in given) or call.operators.select_by_mask(args)
         same = [tuple(each.shape) == shape for each, shape in zip(found, call.shapes, strict=True)]
         if not has_samples and all(same):
             return output, Kind.PARAMETER
-        reduction = functions.reduction_of(func, args, kwargs) if any(same) else ""
-        if has_samples and same == [True] and reduction and (call.shapes == ((),) or not is_ragged):
+        loss = functions.loss_arguments(func, args, kwargs).get("reduction", "")
+        reduction = call.operators.reduction or {"batchmean": "mean", "none": ""}.get(loss, loss)
+        if has_samples and same == [True] and reduction and (call.shapes == [()] or not is_ragged):
             return self._contribution(call, reduction, output, given[0]), Kind.SUM
         if is_ragged:
             for each in found:
@@ -369,11 +385,8 @@ class Replay(_Calls):
             return output, Kind.SAMPLES if all(each.dim() for each in found) else Kind.OTHER
         if any(same):
             return output, Kind.OTHER
-        scales = (
-            each.numel() * self._whole == math.prod(shape) * self._size
-            for each, shape in zip(found, call.shapes, strict=True)
-        )
-        if not all(scales):
+        pairs = zip(found, call.shapes, strict=True)
+        if any(each.numel() * self._whole != math.prod(shape) * self._size for each, shape in pairs):
             self.stop(f"{_name(func)} relates samples to each other")
         return output, Kind.SAMPLES
 
@@ -388,30 +401,12 @@ class Replay(_Calls):
         return output if part == share else output * (part / share)
 
 
-def _no_value(func: Any, tensor: Tensor) -> Any:
-    """Return what Python reads of a tensor without values."""
-    if func is Tensor.tolist:
-        return torch.zeros(tensor.shape).tolist()
-    if func in (Tensor.numpy, Tensor.__array__):
-        return torch.zeros(tensor.shape).numpy()
-    if func in READS_NUMBERS:
-        return 0.0 if tensor.is_floating_point() and func is not Tensor.__int__ else 0
-    return False
-
-
 def _numbers(args: Any) -> tuple[Any, ...]:
     return tuple(each if isinstance(each, int | float) else None for each in args)
 
 
 def _with_numbers(args: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each if number is None else number for each, number in zip(args, numbers, strict=False))
-
-
-def _is_mask(func: Any, args: Any) -> bool:
-    """Return whether a call selects elements by a boolean tensor."""
-    return functions.stem_of(func) in ("getitem", "masked_select", "nonzero") and any(
-        each.dtype == torch.bool for each in tensors_in(args[1:])
-    )
 
 
 def _name(func: Any) -> str:

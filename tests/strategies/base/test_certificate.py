@@ -58,8 +58,8 @@ def _own_part_alone(out: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> An
     return done
 
 
-def _half(form: Any, tensors: Any, with_gradients: bool = True, _arrive: Any = stage.arrive) -> Any:
-    return _arrive(form, tuple(t * 0.5 for t in tensors), with_gradients)
+def _half(form: Any, tensors: Any, with_gradients: bool = True, _leaves: Any = stage.leaves_of) -> Any:
+    return _leaves(form, tuple(t * 0.5 for t in tensors), with_gradients)
 
 
 def _without_factor(x: Tensor, factor: float) -> Tensor:
@@ -75,7 +75,7 @@ def _stray_write(self: Any, count: int, _run: Any = Training._run_schedule) -> N
     """A parameter is written to beside the optimizer, after the last gradient."""
     _run(self, count)
     with torch.no_grad():
-        next(p for p in self._cut.module.parameters() if not p.is_meta and p.numel() > 1).mul_(0.5)
+        next(p for p in self.cut.module.parameters() if not p.is_meta and p.numel() > 1).mul_(0.5)
 
 
 Fault = tuple[str, dict[str, Any], Any, str, Any]
@@ -85,7 +85,7 @@ FAULTS: dict[str, Fault] = {
     "a gradient's sum left out": ("gpt", {"tensor": 2, "shard": 1}, differentiable, "copy_to", lambda x, group: x),
     "a lost hook": ("gpt", {"stage": 2}, reducer.GradientReducer, "__init__", _lost_hook),
     "a wrong group": ("gpt", {"stage": 1}, reducer, "reduce_scatter", _own_part_alone),
-    "a wrong activation": ("gpt", {"pipeline": 2, "shard": 1}, stage, "arrive", _half),
+    "a wrong activation": ("gpt", {"pipeline": 2, "shard": 1}, stage, "leaves_of", _half),
     "a lost gradient": ("gpt", {"pipeline": 2, "shard": 1}, stage, "_pop_gradient", torch.zeros_like),
     "a stray write": ("gpt", {"pipeline": 2, "shard": 1}, Training, "_run_schedule", _stray_write),
     "wrong positions": ("gpt", {"context": 2, "shard": 1}, context_attention, "_unpack", _shifted),

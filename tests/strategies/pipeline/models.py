@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.engine import PipelineEngine
 from trainwright.strategies.pipeline.schedules import split_blocks, stages_of_rank, stages_per_rank_of
@@ -124,6 +125,23 @@ def build(make: Callable[..., Model] = Model, *args: Any, **kwargs: Any) -> Mode
     return make(*args, **kwargs)
 
 
+class Steps:
+    """Runs of a model's step without a strategy."""
+
+    engine: PipelineEngine
+
+    def __init__(self, model: Any, written: AsWritten) -> None:
+        self.model, self.written = model, written
+
+    def run(self, args: Any, kwargs: Any, rehearses: bool = False) -> Any:
+        return self.engine.call(lambda: self.model.training_step(*args, **kwargs))
+
+    look = run
+
+    def whole(self, name: str) -> Tensor:
+        return self.model.get_parameter(name)
+
+
 def engine_of(
     model: Any, schedule: str = "1f1b", micro_batches: int = 4, plan: ModelPlan | None = None, **kwargs: Any
 ) -> PipelineEngine:
@@ -133,19 +151,20 @@ def engine_of(
     stages = ranks * stages_per_rank_of(schedule, kwargs.pop("stages_per_rank", None))
     spans = split_blocks([1.0] * len(plan.blocks), stages)
     cut = PipelineCut(model, plan, spans, stages_of_rank(rank, ranks, stages, schedule))
+    written = AsWritten.of(model)
     cut.apply()
-    box: list[PipelineEngine] = []
-    engine = PipelineEngine(
+    written.set_up()
+    steps = Steps(model, written)
+    steps.engine = engine = PipelineEngine(
         model,
         cut,
         group=dist.group.WORLD,  # type: ignore[arg-type]
         schedule=schedule,
         micro_batches=micro_batches,
         device=torch.device("cpu"),
-        run=lambda method, args, kwargs: box[0].call(lambda: getattr(model, method)(*args, **kwargs)),
+        steps=steps,
         **kwargs,
     )
-    box.append(engine)
     engine.attach()
     return engine
 

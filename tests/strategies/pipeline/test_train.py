@@ -243,13 +243,15 @@ def test_outputs_are_freed_with_their_micro_batch(ranks: Ranks) -> None:
 class Talkative(Model):
     """Logs in every way and returns a dict."""
 
+    is_joined = False
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         ids = batch["ids"]
         logits = self.logits(ids)
         losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
         self.log("mean", losses.mean())
         self.log("tokens", float(ids.numel()), reduce_fx="sum")
-        self.log("worst", losses.max(), reduce_fx=torch.max)
+        self.log("worst", losses.max() if self.is_joined else 1.0, reduce_fx=torch.max)
         self.log("sized", losses.mean(), True, on_step=False, batch_size=ids.numel())
         if batch_idx:
             self.log("late", 2.0)
@@ -262,8 +264,9 @@ class Talkative(Model):
         }
 
 
-def talk() -> Any:
-    model, twin = build(Talkative, 4), build(Talkative, 4)
+def talk(joins: bool) -> Any:
+    kind = Joined if joins else Talkative
+    model, twin = build(kind, 4), build(kind, 4)
     calls: list[Any] = []
     model.log = lambda name, value, prog_bar=False, **kwargs: calls.append((name, float(value), prog_bar, kwargs))  # type: ignore[method-assign]
     installed = model.log
@@ -281,8 +284,9 @@ def talk() -> Any:
     return calls, twin.logged, outputs, expected, len(sent)
 
 
-def test_logs_and_results_of_the_whole_batch_on_every_rank(ranks: Ranks) -> None:
-    for calls, expected_calls, outputs, expected, sent in ranks(talk, 2, timeout=60):
+@pytest.mark.parametrize("joins", [False, True])
+def test_logs_and_results_of_the_whole_batch_on_every_rank(ranks: Ranks, joins: bool) -> None:
+    for calls, expected_calls, outputs, expected, sent in ranks(talk, 2, joins, timeout=60):
         assert [call[0] for call in calls] == [call[0] for call in expected_calls]
         for call, wanted in zip(calls, expected_calls, strict=True):
             assert call[1] == pytest.approx(wanted[1], rel=1e-6)
@@ -293,9 +297,15 @@ def test_logs_and_results_of_the_whole_batch_on_every_rank(ranks: Ranks) -> None
             torch.testing.assert_close(output["loss"], wanted["loss"].detach())
             torch.testing.assert_close(output["per_sample"], wanted["per_sample"].detach())
             assert output["half"].dtype == torch.float16
-            assert output["names"] == ["x"] * 4
-            assert output["count"] == pytest.approx((2 * 2 + 2 * 2 + 2 * 2 + 1) / 7)
+            assert output["names"] == ("x" if joins else ["x"] * 4)
+            assert output["count"] == (7 if joins else pytest.approx((2 * 2 + 2 * 2 + 2 * 2 + 1) / 7))
         assert sent == 2  # at first and for a new entry
+
+
+class Joined(Talkative):
+    """Logs a value that is no sum over samples, so that its last part runs once per batch."""
+
+    is_joined = True
 
 
 class Silent(Model):
