@@ -107,8 +107,14 @@ def _failed(run: Run, differs: str) -> Outcome:
     said = _line(run.error, 400)
     if differs:
         return Outcome("wrong", f"{differs}, before {said}")
-    is_internal = bool(re.match(r"(Key|Index|Attribute|Assertion)Error|ValueError: (zip\(\)|not enough|too many)", said))
-    return Outcome("refused", said) if run.ours and not is_internal else Outcome("crashed", f"{said} [{_place(run.trace)}]")
+    is_internal = bool(
+        re.match(r"(Key|Index|Attribute|Assertion)Error|ValueError: (zip\(\)|not enough|too many)", said)
+    )
+    return (
+        Outcome("refused", said)
+        if run.ours and not is_internal
+        else Outcome("crashed", f"{said} [{_place(run.trace)}]")
+    )
 
 
 def _line(text: str, size: int) -> str:

@@ -36,7 +36,7 @@ from trainwright.core.lightning_internals import _DataFetcher, _DataLoaderIterDa
 from trainwright.core.run.hooks import HookTable
 from trainwright.core.run.peers import peers_of
 from trainwright.core.run.phases import DATA, HOOKS, IDLE, VALIDATION, Phases
-from trainwright.strategies.base.certificate.state import KeptState
+from trainwright.strategies.plan.module_state import ModuleState
 from trainwright.trainer.data.reading import common_weigher, dealer_of
 from trainwright.trainer.loop.loss_weighting import refuse_impossible
 from trainwright.trainer.loop.monitored import MonitoredValues
@@ -329,7 +329,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
     @contextmanager
     def _without_weight(self) -> Iterator[None]:
         # A padding batch only matches collectives, and has no weight in logged values or metrics either.
-        metrics = [KeptState(each) for each in self.trainer.lightning_module.modules() if isinstance(each, Metric)]
+        metrics = [ModuleState(each) for each in self.trainer.lightning_module.modules() if isinstance(each, Metric)]
         with self._results.padding():
             yield
         for metric in metrics:
