@@ -17,6 +17,8 @@ from tests.fuzz.run import Run, train
 from tests.pool import RankError, RankTimeout
 
 TIMEOUT = 40.0
+# Errors of Python, which refuse nothing.
+INTERNAL = re.compile(r"(Key|Index|Attribute|Assertion)Error|ValueError: (zip\(\)|not enough|too many)")
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,9 @@ def _failed(run: Run, differs: str) -> Outcome:
     said = _line(run.error, 400)
     if differs:
         return Outcome("wrong", f"{differs}, before {said}")
-    is_internal = bool(
-        re.match(r"(Key|Index|Attribute|Assertion)Error|ValueError: (zip\(\)|not enough|too many)", said)
-    )
-    return (
-        Outcome("refused", said)
-        if run.ours and not is_internal
-        else Outcome("crashed", f"{said} [{_place(run.trace)}]")
-    )
+    if run.ours and not INTERNAL.match(said):
+        return Outcome("refused", said)
+    return Outcome("crashed", f"{said} [{_place(run.trace)}]")
 
 
 def _line(text: str, size: int) -> str:

@@ -93,7 +93,7 @@ class Cell:
         """Layout (none: Lightning on one process), micro-batches of a step and waves of the run to compare with."""
         if self.program.drops:
             return self.names[0], self.parts, 1
-        # Lightning has no float16 on CPUs; with our order of samples or precision, one process of ours is the reference.
+        # Where Lightning has not the order of samples, or on CPUs the precision, one process of ours is the reference.
         ours = self.program.loader == "shuffled" or (self.program.precision == "16-mixed" and self.names != ("single",))
         single = "single" if ours else None
         return (single, 1, 1) if self.is_whole else (single, self.parts, self.waves)
