@@ -74,9 +74,6 @@ def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None)
         The choice, or None, and the problems that prevented it.
     """
     size = cfg.micro_batch_size
-    if isinstance(size, str) and size != AUTO:
-        cfg.micro_batch_size = None
-        return None, [f"micro_batch_size={size}: must be a whole number of at least 1, auto or null"]
     if not is_auto(cfg.strategy) and size != AUTO:
         return None, []
     problems = problems_before_layout(cfg, surroundings)

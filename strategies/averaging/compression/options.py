@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainwright.core.config.options import is_number, is_whole, refuse
+from trainwright.core.config.options import checked, number, refuse, value_problems, word
 from trainwright.core.problems import nearest
 
 OFF = "none"
@@ -27,7 +27,7 @@ class Int8CompressionConfig(CompressionConfig):
 
     name: str = "int8"
     # Numbers per scale.
-    block: int = 256
+    block: int = number(256, least=1, unit="numbers that share a scale")
 
 
 @dataclass
@@ -36,13 +36,13 @@ class TopKCompressionConfig(CompressionConfig):
 
     name: str = "topk"
     # Fraction of numbers sent; 1 = all.
-    ratio: float = 0.01
+    ratio: float = number(0.01, above=0, most=1, unit="1 sends all")
     # Encoding of the numbers: fp32, fp16, bf16 or int8.
-    values: str = "fp32"
+    values: str = word("fp32", *_FLOATS, "int8")
     # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps if the optimizer is Adam.
-    sends: str = "auto"
+    sends: str = word("auto", "auto", "gradients", "steps")
     # First optimizer steps, averaged without compression; 0 = off.
-    warmup_steps: int = 100
+    warmup_steps: int = number(100, unit="optimizer steps, 0 is off")
 
 
 @dataclass
@@ -51,17 +51,17 @@ class PowerSGDCompressionConfig(CompressionConfig):
 
     name: str = "powersgd"
     # Rank of the factors.
-    rank: int = 4
+    rank: int = number(4, least=1, unit="columns")
     # Subspace iterations per average, each of which sends both factors.
-    iterations: int = 2
+    iterations: int = number(2, least=1, unit="rounds of two sends")
     # Tensors shortened by less than this factor are sent uncompressed.
-    least_gain: float = 2.0
+    least_gain: float = number(2.0, least=1, unit="how much shorter a tensor must become")
     # Encoding of the factors: fp32, fp16 or bf16.
-    values: str = "bf16"
+    values: str = word("bf16", *_FLOATS)
     # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps if the optimizer is Adam.
-    sends: str = "auto"
+    sends: str = word("auto", "auto", "gradients", "steps")
     # First optimizer steps, averaged without compression; 0 = off.
-    warmup_steps: int = 100
+    warmup_steps: int = number(100, unit="optimizer steps, 0 is off")
 
 
 @dataclass
@@ -70,9 +70,13 @@ class OneBitCompressionConfig(CompressionConfig):
 
     name: str = "onebit"
     # Numbers per scale, a multiple of 8.
-    block: int = 2048
+    block: int = checked(
+        2048,
+        lambda block: type(block) is int and block > 0 and block % 8 == 0,
+        "a positive multiple of 8 (eight signs make a byte)",
+    )
     # First optimizer steps, averaged without compression while Adam's variance is learned.
-    warmup_steps: int = 100
+    warmup_steps: int = number(100, least=1, unit="optimizer steps")
 
 
 CONFIGS: dict[str, type[CompressionConfig]] = {
@@ -181,7 +185,8 @@ def compression_problems(compression: Any) -> list[str]:
     if name == OFF:
         return [f"compression={OFF} has no options, got {', '.join(map(str, given))}"] if given else []
     problems = _name_problems(name) or [
-        problem for key, value in given.items() for problem in _option_problems(name, str(key), value)
+        *(problem for key in given for problem in _unknown_problems(name, str(key))),
+        *value_problems(CONFIGS.get(name, CompressionConfig), given, "compression."),
     ]
     if not problems and given.get("sends") == "steps" and given.get("warmup_steps") == 0:
         return [
@@ -239,41 +244,7 @@ def _hint(given: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {near!r}?" if near else ""
 
 
-def _option_problems(name: str, key: str, value: Any) -> list[str]:
+def _unknown_problems(name: str, key: str) -> list[str]:
     allowed = _OPTIONS[name]
-    if key not in allowed:
-        known = f"It takes {', '.join(allowed)}." if allowed else "It takes none."
-        return [f"compression={name} has no option {key!r}.{_hint(key, allowed)} {known}"]
-    is_allowed, rule = _RULES.get((key, name)) or _RULES[key]
-    return [] if is_allowed(value) else [f"compression.{key}={value} for {name}: must be {rule}"]
-
-
-def _one_of(values: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: value in values), f"one of {', '.join(values)}"
-
-
-def _at_least(least: int, what: str) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: is_whole(value, least)), f"a whole number of at least {least} ({what})"
-
-
-# Option, or option and compressor -> the check of a value, and what it must be.
-_RULES: dict[str | tuple[str, str], tuple[Callable[[Any], bool], str]] = {
-    "block": _at_least(1, "numbers that share a scale"),
-    ("block", "onebit"): (
-        lambda value: is_whole(value, 8) and value % 8 == 0,
-        "a positive multiple of 8 (eight signs make a byte)",
-    ),
-    "ratio": (lambda value: is_number(value) and 0 < value <= 1, "above 0 and at most 1, like 0.01 (1 sends all)"),
-    ("values", "topk"): _one_of((*_FLOATS, "int8")),
-    ("values", "powersgd"): _one_of(_FLOATS),
-    # Gradients before the optimizer sees them, or within Adam's steps; auto: steps if the optimizer is Adam.
-    "sends": _one_of(("auto", "gradients", "steps")),
-    "iterations": _at_least(1, "rounds of two sends"),
-    "rank": _at_least(1, "columns"),
-    "least_gain": (
-        lambda value: is_number(value) and value >= 1,
-        "a number of at least 1 (how much shorter a tensor must become)",
-    ),
-    "warmup_steps": (lambda value: is_whole(value, 0), "a whole number of optimizer steps, 0 (off) or more"),
-    ("warmup_steps", "onebit"): _at_least(1, "optimizer steps"),
-}
+    known = f"It takes {', '.join(allowed)}." if allowed else "It takes none."
+    return [] if key in allowed else [f"compression={name} has no option {key!r}.{_hint(key, allowed)} {known}"]
