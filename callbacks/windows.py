@@ -7,7 +7,8 @@ from typing import Generic, TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.step_clock import PhaseClock
-from trainwright.callbacks.steps import StepCounter, require_window, window_steps
+from trainwright.callbacks.steps import StepCounter, window_steps
+from trainwright.core.config.options import number, require
 
 Clock = TypeVar("Clock", bound=PhaseClock)
 
@@ -23,7 +24,8 @@ class Windowed(Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
+        rule = number(None, least=1, unit="optimizer steps", null="for the Trainer's log_every_n_steps")
+        require(self, int | None, rule, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._steps = StepCounter()
         self._window = 0  # 0 is off

@@ -1,14 +1,13 @@
 """Options of `trainwright verify`: `verify.steps=`, `verify.tolerance=`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from trainwright.core.config.options import number, value_problems
-from trainwright.core.problems import did_you_mean
+from trainwright.core.config.options import number, unknown_options, value_problems
 
 PREFIX = "verify"
 # Holds for fp32 on every layout; other precisions need an explicit bound.
@@ -53,14 +52,12 @@ def take_options(overrides: Sequence[str]) -> tuple[VerifyOptions, list[str], li
         The options, the overrides of the run, and the problems.
     """
     own = [text for text in overrides if text.lstrip("+~").split("=", 1)[0].split(".")[0] == PREFIX]
-    names = [item.name for item in fields(VerifyOptions)]
     values: dict[str, Any] = {}
     problems: list[str] = []
     for text in own:
         name = text.split("=", 1)[0].removeprefix(f"{PREFIX}.")
-        if name not in names:
-            keys = [f"{PREFIX}.{each}" for each in names]
-            problems.append(f"{text}: there is no such key; {did_you_mean(text.split('=', 1)[0], keys, 'keys')}")
+        if unknown := unknown_options(VerifyOptions, [name], f"{PREFIX}."):
+            problems += unknown
             continue
         try:
             values[name] = OverridesParser.create().parse_override(text).value()

@@ -8,7 +8,6 @@ from omegaconf import MISSING
 from trainwright.core.config.options import number, word
 from trainwright.launch.engines.engines import kinds
 from trainwright.launch.recovery.check_recovery import RECOVERIES
-from trainwright.launch.watchdog.boxes import ABOVE_EARLIER
 
 
 @dataclass
@@ -47,7 +46,7 @@ class LaunchConfig:
     # a step, a number = the same for all phases, null = off. A run on one device is watched only where a number is set.
     hang_timeout: Any = number("auto", "auto", above=0, unit="seconds", null="for off")
     # How many times longer than its longest duration so far a phase may take (hang_timeout=auto).
-    hang_safety_factor: float = number(5.0, least=1, unit=ABOVE_EARLIER)
+    hang_safety_factor: float = number(5.0, least=1, unit="below 1, what took long once would be a hang the next time")
     # Lower bound of the time limit of a phase, in seconds (hang_timeout=auto).
     hang_floor_seconds: float = number(30.0, above=0)
     # Time limit, in seconds, of phases without history: setup, the first steps, the first validation, the first

@@ -39,16 +39,14 @@ class SaveOptions:
 
     def option_problems(self) -> list[str]:
         """Return what is wrong with the options, one message each."""
-        name, keep_best = SaveName(self.filename), self.keep_best
+        name, keep_best, monitor = SaveName(self.filename), self.keep_best, self.monitor
         problems = [*value_problems(SaveOptions, vars(self)), *name.problems()]
         if problems:
             return problems  # combinations can be judged only if each value is valid
-        if keep_best and self.monitor is None:
+        if keep_best and monitor is None:
             problems.append(f"keep_best={keep_best} without monitor (name a logged value: monitor='val_loss')")
-        if self.monitor is not None and not keep_best:
-            problems.append(
-                f"monitor={self.monitor!r} with keep_best=0 (set how many of the best to keep: keep_best=1)"
-            )
+        if monitor is not None and not keep_best:
+            problems.append(f"monitor={monitor!r} with keep_best=0 (set how many of the best to keep: keep_best=1)")
         keeps_several = self.keep_last > 1 or self.keep_every is not None or keep_best
         if keeps_several and "step" not in name.fields:
             problems.append(

@@ -11,13 +11,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright.core.config.options import number, refuse, value_problems
+
 Rate = float | list[float]
 Shape = Literal["log", "linear"]
-SHAPES = ("log", "linear")
 
 
 class Schedule:
-    """Base of all schedules."""
+    """Base of all schedules: dataclasses whose fields say what they allow."""
+
+    def __post_init__(self) -> None:
+        refuse(value_problems(type(self), vars(self)), type(self).__name__)
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """Return the learning rate of the next optimizer step.
@@ -56,9 +60,6 @@ class Warmup(Schedule):
     lowest: Rate = 0.0
     highest: Rate | None = None
     shape: Shape = "log"
-
-    def __post_init__(self) -> None:
-        _check(self.warmup_steps, self.shape)
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """See :class:`Schedule`."""
@@ -109,9 +110,6 @@ class WarmupCosine(Schedule):
     last_part: float = 0.0001
     shape: Shape = "log"
 
-    def __post_init__(self) -> None:
-        _check(self.warmup_steps, self.shape)
-
     def rate(self, steps: int, base: float, group: int) -> float:
         """See :class:`Schedule`."""
         if steps == 0:
@@ -148,7 +146,7 @@ class OneCycle(Schedule):
 
     lowest: Rate
     highest: Rate
-    up_steps: float = 2000
+    up_steps: float = number(2000, above=0)
     down_steps: float | None = None
     up_stairs: int = 0
     down_stairs: int | None = None
@@ -158,12 +156,6 @@ class OneCycle(Schedule):
     highest_momentum: Rate = 0.9
     momentum_decay: float = 0.0
     cycle_momentum: bool = True
-
-    def __post_init__(self) -> None:
-        if self.up_steps <= 0 or (self.down_steps is not None and self.down_steps < 0):
-            raise ValueError(
-                f"up_steps={self.up_steps}, down_steps={self.down_steps} (allowed: above 0, such as 2000; at least 0)."
-            )
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """See :class:`Schedule`."""
@@ -239,10 +231,3 @@ def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
 
 def _of(rate: Rate, group: int) -> float:
     return float(rate[group]) if isinstance(rate, list) else float(rate)
-
-
-def _check(warmup_steps: int, shape: str) -> None:
-    if shape not in SHAPES:
-        raise ValueError(f"shape={shape!r} (allowed: log, linear). Set shape='log'.")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} (allowed: at least 0). Set for example warmup_steps=100.")

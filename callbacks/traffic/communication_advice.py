@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 
 from trainwright.callbacks.step_clock import StepClock
-from trainwright.callbacks.steps import StepCounter, require_window
+from trainwright.callbacks.steps import StepCounter
 from trainwright.callbacks.windows import Clocked
+from trainwright.core.config.options import number, require
 
 # First steps that are not measured: compilation, warm caches, connections.
 _WARM_UP = 3
@@ -43,7 +44,7 @@ class CommunicationAdvice(Clocked[StepClock]):
     """All ranks must be at the same optimizer step."""
 
     def __init__(self, after_steps: int = 20, console: Console | None = None) -> None:
-        require_window(after_steps, self)
+        require(self, int, number(20, least=1, unit="optimizer steps"), after_steps=after_steps)
         self.after_steps = after_steps
         self.console = console or Console()
         self.advice: Any = None

@@ -15,6 +15,7 @@ from trainwright.callbacks.step_clock import KINDS, StepClock
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Clocked, Windowed
 from trainwright.checkpoint.exchange.distinct import all_gather_rows
+from trainwright.core.config.options import number, require
 
 # First steps that are not measured: compilation, warm caches, connections.
 _WARM_UP = 1
@@ -115,10 +116,7 @@ class Stragglers(Clocked[StepClock], Windowed):
 
     def __init__(self, every_n_steps: int | None = 100, threshold: float = 0.1) -> None:
         super().__init__(every_n_steps)
-        if not 0 < threshold < 1:
-            raise ValueError(
-                f"Stragglers(threshold={threshold}) (allowed: a fraction of a step between 0 and 1, like 0.1)"
-            )
+        require(self, float, number(0.1, above=0, below=1, unit="a fraction of a step"), threshold=threshold)
         self.threshold = threshold
         self.latest: list[StepTimes] = []
         self.stragglers: list[Straggler] = []

@@ -116,6 +116,24 @@ def field_problems(
         yield key, f"{key}={typed(value) if is_typed else repr(value)}: {rule.text(key, value, is_typed)}"
 
 
+def require(owner: object, hint: Any, rule: Any, **given: Any) -> None:
+    """Check arguments of a constructor that is no dataclass's.
+
+    Args:
+        owner: has the arguments.
+        hint: type of each.
+        rule: field that says what each may be, see :func:`number` and :func:`word`.
+        **given: values by name.
+
+    Raises:
+        ValueError: with what is allowed.
+    """
+    for name, value in given.items():
+        rule.name = name
+        problems = field_problems(rule, hint, name, value, is_typed=False)
+        refuse((text for _, text in problems), type(owner).__name__)
+
+
 def class_of(node: Any) -> str:
     """Return the name of the class that a configuration node builds; empty if it builds none."""
     return str(node.get("_target_", "")).rsplit(".", 1)[-1] if hasattr(node, "get") else ""
@@ -165,7 +183,7 @@ class _Rule:
 
     def _is_within(self, value: float) -> bool:
         above, below = self.given.get("above", -math.inf), self.given.get("below", math.inf)
-        return above < value < below and self.given.get("least", 0) <= value <= self.most
+        return bool(above < value < below and self.given.get("least", 0) <= value <= self.most)
 
     def text(self, key: str, value: Any, is_typed: bool) -> str:
         """Return what is allowed instead of a value."""

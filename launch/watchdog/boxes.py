@@ -186,8 +186,6 @@ _LEARNED = frozenset(_INDEX[name] for name in PHASES if name not in _NOT_LEARNED
 
 
 AUTO = "auto"
-ABOVE_EARLIER = "below 1, what took long once would be a hang the next time"
-"""Why a limit is above earlier durations."""
 
 
 @dataclass(frozen=True)

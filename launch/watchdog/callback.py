@@ -12,15 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from trainwright.core.config.options import number, refuse, value_problems
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
-from trainwright.launch.watchdog.boxes import (
-    ABOVE_EARLIER,
-    ENDING,
-    EVALUATION,
-    EVALUATION_END,
-    FIRST_DATA,
-    HangLimits,
-    ProgressBox,
-)
+from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, HangLimits, ProgressBox
 from trainwright.launch.watchdog.calls import record_calls, set_trace_folder
 from trainwright.launch.watchdog.monitor import VARIABLE
 
@@ -59,7 +51,7 @@ class Watchdog(Callback):
     """
 
     hang_timeout: str | float | None = number("auto", "auto", above=0, unit="seconds", null="for off")
-    safety_factor: float = number(5.0, least=1, unit=ABOVE_EARLIER)
+    safety_factor: float = number(5.0, least=1, unit="below 1, what took long once would be a hang the next time")
     floor_seconds: float = number(30.0, above=0)
     first_timeout: float = number(1800.0, above=0)
 

@@ -58,12 +58,9 @@ class AveragedOptions(StrategyOptions):
     def problems(self) -> Iterator[str]:
         """See the base class."""
         yield from super().problems()
-        yield from self._compression_problems()
+        yield from compression_problems(self.compression)
         if self.averages_gradients:
             yield from self._average_problems()
-
-    def _compression_problems(self) -> Iterator[str]:
-        yield from compression_problems(self.compression)
 
     def _average_problems(self) -> Iterator[str]:
         average_by, per_node = self.average_by, self.ranks_per_node

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from trainwright.core.config.options import number
 from trainwright.core.config.override_words import typed
 from trainwright.strategies.averaging.compression.options import OFF as UNCOMPRESSED
+from trainwright.strategies.averaging.compression.options import ONLY_OF_AVERAGES
 from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
@@ -124,7 +125,9 @@ class LocalSGDOptions(LocalUpdateOptions):
 
     name = "local_sgd"
 
-    def _compression_problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
+        """See the base class."""
+        yield from super().problems()
         if self.compressor is not None:
             yield (
                 f"compression={self.compressor} with local_sgd, which averages parameters, whose compression errors "
@@ -183,6 +186,13 @@ class DiLoCoOptions(LocalUpdateOptions):
     def problems(self) -> Iterator[str]:
         """See the base class."""
         yield from super().problems()
+        given = self.compression if isinstance(self.compression, Mapping) else {}
+        yield from (
+            f"compression.{key}={given[key]} is for averages and has no effect on outer gradients; leave it out (first "
+            "steps with averaged gradients are strategy.warmup_steps=...)"
+            for key in ONLY_OF_AVERAGES
+            if key in given
+        )
         if any(self.value_problems()):
             return
         every, fragments, overlap = self.sync_every, self.fragments, self.overlap_steps
@@ -200,18 +210,6 @@ class DiLoCoOptions(LocalUpdateOptions):
             yield (
                 "strategy.outer_nesterov=true with strategy.outer_momentum=0: Nesterov momentum needs one; type "
                 "strategy.outer_nesterov=false, or strategy.outer_momentum=0.9"
-            )
-
-    def _compression_problems(self) -> Iterator[str]:
-        yield from super()._compression_problems()
-        if not isinstance(self.compression, Mapping):
-            return
-        if "sends" in self.compression:
-            yield "compression.sends is for averages and has no effect on outer gradients; leave it out"
-        if "warmup_steps" in self.compression:
-            yield (
-                "compression.warmup_steps applies to a compressed optimizer and has no effect on outer "
-                "gradients; leave it out, or type strategy.warmup_steps=... for steps with averaged gradients"
             )
 
     def run_problems(self, run: PlannedRun) -> Iterator[str]:

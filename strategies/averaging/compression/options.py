@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainwright.core.config.options import checked, number, refuse, value_problems, word
+from trainwright.core.config.options import checked, number, refuse, unknown_options, value_problems, word
 from trainwright.core.problems import nearest
 
 OFF = "none"
 _FLOATS = ("fp32", "fp16", "bf16")
+
+
+def _fills_bytes(block: Any) -> bool:
+    return type(block) is int and block > 0 and block % 8 == 0
 
 
 @dataclass
@@ -70,11 +74,7 @@ class OneBitCompressionConfig(CompressionConfig):
 
     name: str = "onebit"
     # Numbers per scale, a multiple of 8.
-    block: int = checked(
-        2048,
-        lambda block: type(block) is int and block > 0 and block % 8 == 0,
-        "a positive multiple of 8 (eight signs make a byte)",
-    )
+    block: int = checked(2048, _fills_bytes, "a positive multiple of 8 (eight signs make a byte)")
     # First optimizer steps, averaged without compression while Adam's variance is learned.
     warmup_steps: int = number(100, least=1, unit="optimizer steps")
 
@@ -172,22 +172,17 @@ def compression_problems(compression: Any) -> list[str]:
     Args:
         compression: a name, a mapping of ``name`` and options, or ``None``.
     """
-    if compression is None or compression == OFF:
-        return []
-    if isinstance(compression, str):
-        return _name_problems(compression)
-    if not isinstance(compression, Mapping):
+    given = _with_name(compression)
+    if not isinstance(given, Mapping):
         return [f"compression={compression!r}: must be a name, a mapping with name and options, or None (off)"]
-    given = dict(compression)
-    name = given.pop("name", None)
-    if name is None:
-        return [f"compression={dict(compression)}: has no name; name one of {OFF}, {', '.join(_OPTIONS)}"]
-    if name == OFF:
-        return [f"compression={OFF} has no options, got {', '.join(map(str, given))}"] if given else []
-    problems = _name_problems(name) or [
-        *(problem for key in given for problem in _unknown_problems(name, str(key))),
-        *value_problems(CONFIGS.get(name, CompressionConfig), given, "compression."),
-    ]
+    given, name = dict(given), given.get("name")
+    if given.pop("name", None) is None:
+        return [f"compression={given}: has no name; name one of {OFF}, {', '.join(_OPTIONS)}"]
+    problems = [] if name == OFF else _name_problems(name)
+    if not problems:
+        schema = CONFIGS.get(str(name), CompressionConfig)
+        problems = [*unknown_options(schema, given, f"compression={name} with compression.")]
+        problems += value_problems(schema, given, "compression.")
     if not problems and given.get("sends") == "steps" and given.get("warmup_steps") == 0:
         return [
             f"compression.sends=steps with compression.warmup_steps=0 for {name}: Adam has no variance before a "
@@ -206,12 +201,14 @@ def choose_compression(compression: str | Mapping[str, Any] | None) -> Compressi
         ValueError: if there is no such compressor or option, or a value is out of range.
     """
     refuse(compression_problems(compression))
-    if compression is None or compression == OFF:
-        return None
-    if isinstance(compression, str):
-        return CompressionChoice(compression)
-    options = {str(key): value for key, value in compression.items() if key != "name"}
-    return None if compression["name"] == OFF else CompressionChoice(str(compression["name"]), options)
+    options = {str(key): value for key, value in _with_name(compression).items()}
+    name = str(options.pop("name"))
+    return None if name == OFF else CompressionChoice(name, options)
+
+
+def _with_name(compression: Any) -> Any:
+    name = OFF if compression is None else compression
+    return {"name": name} if isinstance(name, str) else name
 
 
 def nothing_to_compress(name: str) -> str:
@@ -236,15 +233,6 @@ def _name_problems(name: Any) -> list[str]:
     if name in REMOVED:
         return [f"compression={name} {REMOVED[name]}"]
     known = (OFF, *_OPTIONS)
-    return [f"Unknown compression {name!r}.{_hint(str(name), known)} Available: {', '.join(known)}."]
-
-
-def _hint(given: str, allowed: Iterable[str]) -> str:
-    near = nearest(given, allowed)
-    return f" Did you mean {near!r}?" if near else ""
-
-
-def _unknown_problems(name: str, key: str) -> list[str]:
-    allowed = _OPTIONS[name]
-    known = f"It takes {', '.join(allowed)}." if allowed else "It takes none."
-    return [] if key in allowed else [f"compression={name} has no option {key!r}.{_hint(key, allowed)} {known}"]
+    near = nearest(str(name), known)
+    hint = f" Did you mean {near!r}?" if near else ""
+    return [f"Unknown compression {name!r}.{hint} Available: {', '.join(known)}."]

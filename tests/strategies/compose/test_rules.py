@@ -17,9 +17,9 @@ from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from trainwright.core.layout import Layout
-from trainwright.strategies.compose.engine_options import EngineOptions
+from trainwright.strategies.compose.engine_options import ATTENTION, EngineOptions
 from trainwright.strategies.compose.hybrid import HybridStrategy
-from trainwright.strategies.compose.hybrid_options import ATTENTION, AXIS_OPTIONS, HybridOptions
+from trainwright.strategies.compose.hybrid_options import AXIS_OPTIONS, HybridOptions
 from trainwright.strategies.compose.one_axis import PipelineStrategy
 from trainwright.strategies.compose.rules import PLAN_PARTS, optimizer_problem, sync_batchnorm_problem
 from trainwright.strategies.context.attention import Method
