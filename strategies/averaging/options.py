@@ -59,10 +59,8 @@ class AveragedOptions(StrategyOptions):
         """See the base class."""
         yield from super().problems()
         yield from compression_problems(self.compression)
-        if self.averages_gradients:
-            yield from self._average_problems()
-
-    def _average_problems(self) -> Iterator[str]:
+        if not self.averages_gradients:
+            return
         average_by, per_node = self.average_by, self.ranks_per_node
         if self.compressor is not None:
             yield from compressed_average(average_by, self.compressor)
@@ -79,12 +77,13 @@ class AveragedOptions(StrategyOptions):
             return  # these send something other than gradients, and check compression themselves
         if self.compressor is None and self.average_by in (IN_PARTS, HIERARCHICAL):
             yield from self._average_beside(run)
-        if self.compressor is not None and not compression_problems(self.compression):
-            yield from _choice_problems(choose_compression(self.compression), run)
+        choice = None if compression_problems(self.compression) else choose_compression(self.compression)
+        if choice is not None:
+            yield from _choice_problems(choice, run)
 
     def _average_beside(self, run: PlannedRun) -> Iterator[str]:
         launch, average_by = run.cfg.launch, str(self.average_by)
-        if run.layout is not None and run.devices is not None and not list(self._average_problems()):
+        if run.layout is not None and run.devices is not None and not any(self.value_problems()):
             yield from average_misfits(average_by, self.ranks_per_node or run.devices, run.layout)
         if launch.recovery == "replicas":
             yield (
@@ -98,10 +97,8 @@ class AveragedOptions(StrategyOptions):
             )
 
 
-def _choice_problems(choice: CompressionChoice | None, run: PlannedRun) -> Iterator[str]:
+def _choice_problems(choice: CompressionChoice, run: PlannedRun) -> Iterator[str]:
     """Yield what a compressor of averages cannot be combined with in a run."""
-    if choice is None:
-        return
     if run.layout is not None and run.layout.replicate == 1:
         yield nothing_to_compress(choice.name)
     if not choice.needs_adam:

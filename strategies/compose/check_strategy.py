@@ -21,7 +21,7 @@ def strategy_problems(cfg: DictConfig, run: PlannedRun, options: StrategyOptions
     if run.world_size is not None:
         yield from layout_problem(options, run.world_size)
     yield from options.problems()
-    if run.layout is not None and not any(options.value_problems()):
+    if run.layout is not None:
         yield from options.layout_problems(run.layout)
     yield from options.run_problems(run)
 

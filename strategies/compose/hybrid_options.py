@@ -92,6 +92,8 @@ class HybridOptions(EngineOptions, ZeroOptions):
         """See the base class."""
         yield from super().layout_problems(layout)
         yield from self._without_effect(layout)
+        if any(self.value_problems()):
+            return  # the rest computes with the values
         yield from self._pipeline_problems(layout)
         alone = layout.replicate == layout.shard == layout.context == 1
         if self.offload == "parameters" and self.stage == 3 and alone and cuts_module(layout):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 from trainwright.core.config.options import class_of, value_problems, word
@@ -179,8 +178,8 @@ class StrategyOptions:
 
     def problems_of_call(self) -> Iterator[str]:
         """Yield the problems checked by the strategy's constructor, where the world size is unknown."""
-        values = list(self.value_problems())  # combinations can be judged only if each value is valid
-        yield from values or chain(self.problems(), self.layout_problems(self.layout()))
+        yield from self.problems()
+        yield from self.layout_problems(self.layout())
 
     def run_problems(self, run: PlannedRun) -> Iterator[str]:
         """Yield conflicts of this strategy with the rest of the configuration."""

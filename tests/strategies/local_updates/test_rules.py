@@ -23,7 +23,7 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
     (["strategy=diloco", "strategy.fragments=9", "strategy.sync_every=8"], ("fragments=9", "fragments=8")),
     (["strategy=diloco", "strategy.fragments=5"], ("fragments=5", "4 block(s)", "strategy.fragments=4")),
     (["strategy=diloco", "strategy.overlap_steps=50"], ("overlap_steps=50", "overlap_steps=49")),
-    (["strategy=diloco", "strategy.mixing=1.0"], ("mixing=1.0", "less than 1")),
+    (["strategy=diloco", "strategy.mixing=1.0"], ("mixing=1.0", "below 1")),
     (["strategy=diloco", "strategy.outer_lr=0"], ("outer_lr=0", "above 0")),
     (["strategy=diloco", "strategy.outer_momentum=0"], ("outer_nesterov=true", "outer_nesterov=false")),
     (["strategy=diloco", "strategy.compression=bf61"], ("bf61", "Did you mean 'bf16'")),

@@ -22,7 +22,7 @@ SHAPES = [(40, 50), (7,)]
     ({"name": "randomk", "ratio": 0.1}, "compression=randomk was removed; type compression=topk"),
     (3, "compression=3: must be a name, a mapping"),
     ({"ratio": 0.1}, "has no name"),
-    ({"name": "topk", "ration": 0.1}, "compression.ration: there is no such option; did you mean ratio? options: name, "),
+    ({"name": "topk", "ration": 0.1}, "compression.ration: there is no such option; did you mean ratio? options: "),
     ({"name": "bf16", "block": 3}, "compression=bf16 with compression.block: there is no such option; options: name"),
     ({"name": "topk", "ratio": 0}, "compression.ratio=0: must be a finite number above 0 and at most 1"),
     ({"name": "topk", "ratio": "much"}, "compression.ratio=much: must be a finite number"),
