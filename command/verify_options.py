@@ -56,7 +56,7 @@ def take_options(overrides: Sequence[str]) -> tuple[VerifyOptions, list[str], li
     problems: list[str] = []
     for text in own:
         name = text.split("=", 1)[0].removeprefix(f"{PREFIX}.")
-        if unknown := unknown_options(VerifyOptions, [name], f"{PREFIX}."):
+        if unknown := unknown_options(VerifyOptions, [name], f"{text}: {PREFIX}."):
             problems += unknown
             continue
         try:

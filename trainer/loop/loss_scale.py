@@ -35,11 +35,10 @@ def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = 
         precision: of the run.
         prefix: of an option's name where it is typed.
     """
-    unknown = unknown_options(LossScaling, given, prefix)
-    if unknown:
-        return unknown
     asked = {**asdict(LossScaling()), **given}
-    problems = list(value_problems(LossScaling, asked, prefix))
+    problems = unknown_options(LossScaling, given, prefix) or list(value_problems(LossScaling, asked, prefix))
+    if problems:
+        return problems
     if asked["fixed"] and asked["least"]:
         problems.append(f"{prefix}least={asked['least']} with {prefix}fixed=true: a scale that stays needs no limit")
     other = [f"{prefix}{name}={value}" for name, value in asked.items() if value != getattr(LossScaling, name)]

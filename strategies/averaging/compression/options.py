@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.config.options import checked, number, refuse, unknown_options, value_problems, word
-from trainwright.core.problems import nearest
+from trainwright.core.problems import did_you_mean
 
 OFF = "none"
 _FLOATS = ("fp32", "fp16", "bf16")
@@ -233,6 +233,4 @@ def _name_problems(name: Any) -> list[str]:
     if name in REMOVED:
         return [f"compression={name} {REMOVED[name]}"]
     known = (OFF, *_OPTIONS)
-    near = nearest(str(name), known)
-    hint = f" Did you mean {near!r}?" if near else ""
-    return [f"Unknown compression {name!r}.{hint} Available: {', '.join(known)}."]
+    return [f"compression={name}: unknown; {did_you_mean(str(name), known, 'compressors')}"]

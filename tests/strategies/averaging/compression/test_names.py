@@ -17,7 +17,7 @@ SHAPES = [(40, 50), (7,)]
 
 
 @pytest.mark.parametrize(("compression", "said"), [
-    ("topp", "Unknown compression 'topp'. Did you mean 'topk'? Available: none, fp16, bf16, int8"),
+    ("topp", "compression=topp: unknown; did you mean topk? compressors: bf16, fp16, int8, none"),
     ("randomk", "compression=randomk was removed; type compression=topk"),
     ({"name": "randomk", "ratio": 0.1}, "compression=randomk was removed; type compression=topk"),
     (3, "compression=3: must be a name, a mapping"),
