@@ -151,7 +151,8 @@ def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
 
 def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[str]]:
     """Return the options that the user has set, and what is invalid about them."""
-    strategy = AutoOptions(**{str(key): value for key, value in cfg.strategy.items()})
+    given: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
+    strategy = AutoOptions(**given)
     keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
     return (
         Limits(

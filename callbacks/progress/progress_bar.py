@@ -55,7 +55,8 @@ class ProgressBar(StopsWithTraining, LightningProgressBar):
         self, refresh_seconds: float = 0.25, line_seconds: float = 10.0, console: Console | None = None
     ) -> None:
         super().__init__()
-        require(self, float, number(None, above=0), refresh_seconds=refresh_seconds, line_seconds=line_seconds)
+        rule = number(None, above=0, most=float("inf"), unit="seconds")
+        require(self, float, rule, refresh_seconds=refresh_seconds, line_seconds=line_seconds)
         self.console = console or Console()
         self._period = refresh_seconds if self.console.is_terminal else line_seconds
         self._enabled = True

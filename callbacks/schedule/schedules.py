@@ -15,13 +15,15 @@ from trainwright.core.config.options import number, refuse, value_problems
 
 Rate = float | list[float]
 Shape = Literal["log", "linear"]
+_CHECKED = ("warmup_steps", "shape", "up_steps", "down_steps")
 
 
 class Schedule:
     """Base of all schedules: dataclasses whose fields say what they allow."""
 
     def __post_init__(self) -> None:
-        refuse(value_problems(type(self), vars(self)), type(self).__name__)
+        given = {name: value for name, value in vars(self).items() if name in _CHECKED}
+        refuse(value_problems(type(self), given), type(self).__name__)
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """Return the learning rate of the next optimizer step.
@@ -56,7 +58,7 @@ class Warmup(Schedule):
         ValueError: for another `shape`, or negative `warmup_steps`.
     """
 
-    warmup_steps: int = 1000
+    warmup_steps: float = 1000
     lowest: Rate = 0.0
     highest: Rate | None = None
     shape: Shape = "log"
@@ -104,7 +106,7 @@ class WarmupCosine(Schedule):
         ValueError: for another `shape`, or negative `warmup_steps`.
     """
 
-    warmup_steps: int = 1000
+    warmup_steps: float = 1000
     total_steps: int = 10000
     first_part: float = 0.0
     last_part: float = 0.0001
@@ -219,7 +221,7 @@ class RangeTest(Schedule):
         return _of(self.lowest, group) * (1 + self.growth * (math.floor(intervals) if self.staircase else intervals))
 
 
-def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
+def _warm(steps: int, warmup_steps: float, shape: Shape) -> float:
     """Return the fraction of the warm-up done after `steps` optimizer steps."""
     warmup, index = max(2, warmup_steps), steps - 1
     if index >= warmup:

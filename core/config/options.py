@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields
 from functools import cache
@@ -14,12 +15,12 @@ from trainwright.core.problems import did_you_mean, nearest
 
 # About 30 years: the clocks of Python and torch's stores reject longer times.
 _MOST_SECONDS = 1e9
-_MOST = 2**63 - 1
+_MOST, _FINITE = 2**63 - 1, sys.float_info.max
 _MISSING = "???"
 
 
 class NumberBounds(TypedDict, total=False):
-    """Bounds of numbers: ``least`` (0, ``-inf`` is none) and ``most`` are inclusive, ``above`` and ``below`` are not.
+    """Bounds of numbers: ``least`` (0) and ``most`` are inclusive, ``above`` and ``below`` are not; infinite: none.
 
     ``unit`` is the unit or meaning of the number, ``null`` the meaning of ``None``, such as "for off".
     """
@@ -72,8 +73,8 @@ def refuse(problems: Iterable[str], owner: str = "") -> None:
 def unknown_options(schema: type, given: Iterable[str], prefix: str) -> list[str]:
     """Return a problem for each name that is no field of ``schema``."""
     names = [item.name for item in fields(schema)]
-    unknown = (name for name in given if name not in names)
-    return [f"{prefix}{name}: there is no such option; {did_you_mean(name, names, 'options')}" for name in unknown]
+    near = {name: did_you_mean(name, names, "options") for name in given if name not in names}
+    return [f"{prefix}{name}: there is no such option; {hint}" for name, hint in near.items()]
 
 
 def value_problems(schema: type, given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -107,10 +108,9 @@ def field_problems(
         is_typed: whether it is typed on the command line; else it is an argument in Python.
     """
     rule = _Rule(item, hint)
-    if rule.elements is not None and isinstance(value, Mapping | list | tuple):
-        is_mapping = isinstance(value, Mapping)
+    if rule.elements is not None and isinstance(value, Mapping if rule.is_mapping else list | tuple):
         for place, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            at = f"{key}.{place}" if is_mapping else f"{key}[{place}]"
+            at = f"{key}.{place}" if rule.is_mapping else f"{key}[{place}]"
             yield from field_problems(item, rule.elements, at, each, is_typed)
     elif not rule.allows(value):
         yield key, f"{key}={typed(value) if is_typed else repr(value)}: {rule.text(key, value, is_typed)}"
@@ -157,12 +157,14 @@ class _Rule:
         self.words: tuple[str, ...] = (*self.given.get("words", ()), *literals)
         is_any = Any in self.kinds and "least" in self.given
         self.numbers = {float} if is_any else {int, float}.intersection(self.kinds)
+        self.is_mapping = dict in map(get_origin, self.kinds)
         inner = (get_args(kind)[-1] for kind in self.kinds if get_origin(kind) in (list, dict))
         has_rule = bool(self.words or "least" in self.given)
         self.elements = next((each for each in inner if has_rule or float in _members(each)), None)
+        self.is_checked = bool(self.numbers or self.words or self.elements or bool in self.kinds)
         self.has_null = NoneType in self.kinds or "null" in self.given
         is_time = item.name.endswith(("seconds", "timeout"))
-        self.most = self.given.get("most", _MOST_SECONDS if is_time else _MOST if self.numbers == {int} else math.inf)
+        self.most = self.given.get("most", _MOST_SECONDS if is_time else _MOST if self.numbers == {int} else _FINITE)
 
     def allows(self, value: Any) -> bool:
         if value == _MISSING or (value is None and self.has_null):
@@ -171,23 +173,19 @@ class _Rule:
             return bool(self.given["allows"](value))
         if isinstance(value, str) and self.elements is None and (self.words or {str, Any}.intersection(self.kinds)):
             return value in self.words if self.words else value.isprintable() and bool(value.strip())
-        if isinstance(value, bool) and bool in self.kinds:
-            return True
-        if isinstance(value, int if self.numbers == {int} else int | float) and not isinstance(value, bool):
-            return not self._is_checked or (bool(self.numbers) and self._is_within(value))
-        return not self._is_checked
-
-    @property
-    def _is_checked(self) -> bool:
-        return bool(self.numbers or self.words or self.elements or bool in self.kinds)
+        if isinstance(value, bool):
+            return bool in self.kinds or not self.is_checked
+        is_number = bool(self.numbers) and isinstance(value, int if self.numbers == {int} else int | float)
+        return (is_number and self._is_within(value)) or not self.is_checked
 
     def _is_within(self, value: float) -> bool:
-        above, below = self.given.get("above", -math.inf), self.given.get("below", math.inf)
-        return bool(above < value < below and self.given.get("least", 0) <= value <= self.most)
+        given = self.given
+        is_between = value > given.get("above", -math.inf) and ("below" not in given or value < given["below"])
+        return is_between and bool(given.get("least", 0) <= value <= self.most)
 
     def text(self, key: str, value: Any, is_typed: bool) -> str:
         """Return what is allowed instead of a value."""
-        if isinstance(value, str) and not (self._is_checked or "allows" in self.given):
+        if isinstance(value, str) and not (self.is_checked or "allows" in self.given):
             why = "has characters that cannot be printed" if value.strip() else "is empty"
             return f"{why}; type another value, null where the key takes it, or leave the key out"
         why = self.given.get("null", "for no limit" if self.item.name.startswith("max_") else "")
@@ -204,7 +202,7 @@ class _Rule:
         if "allows" in self.given:
             return str(self.given["text"])
         if self.elements is not None:
-            return f"a list, each {_Rule(self.item, self.elements)._choices(0)}"
+            return f"a {'mapping' if self.is_mapping else 'list'}, each {_Rule(self.item, self.elements)._choices(0)}"
         numbers = [self._bounds(value)] if self.numbers else []
         return " or ".join([*numbers, *self.words, *(["true or false"] if bool in self.kinds else [])])
 
@@ -217,7 +215,7 @@ class _Rule:
         is_over = isinstance(value, int | float) and self.most < value < math.inf
         if "below" in given:
             bounds.append(f"below {given['below']:g}")
-        elif "most" in given or self.most == _MOST_SECONDS or is_over:
+        elif given.get("most", math.inf) < math.inf or self.most == _MOST_SECONDS or is_over:
             bounds.append(f"at most {int(self.most)}")
         unit = f" ({given['unit']})" if "unit" in given else ""
         return f"{'a whole' if self.numbers == {int} else 'a finite'} number {' and '.join(bounds)}".strip() + unit

@@ -1,6 +1,7 @@
 """The watchdog's callback in each rank: it reports progress and answers questions."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class Watchdog(Callback):
 
     hang_timeout: str | float | None = number("auto", "auto", above=0, unit="seconds", null="for off")
     safety_factor: float = number(5.0, least=1, unit="below 1, what took long once would be a hang the next time")
-    floor_seconds: float = number(30.0, above=0)
-    first_timeout: float = number(1800.0, above=0)
+    floor_seconds: float = number(30.0, above=0, most=math.inf)
+    first_timeout: float = number(1800.0, above=0, most=math.inf)
 
     def __post_init__(self) -> None:
         refuse(value_problems(Watchdog, vars(self)), "Watchdog")

@@ -21,7 +21,7 @@ class Sampling:
     """
 
     max_new_tokens: int = number(100, least=1)
-    temperature: float = number(0.0, unit="0 for greedy")
+    temperature: float = number(0.0, most=float("inf"), unit="0 for greedy")
     top_p: float = number(1.0, above=0, most=1, unit="1 for off")
     seed: int = 0
 

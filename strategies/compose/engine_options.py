@@ -42,9 +42,7 @@ class EngineOptions:
     # computed.
     stage_dtype: str | None = word(None, "bf16", "fp16")
     # Batch tensors whose samples are not along dim 0: path in the batch -> dim; null = not split.
-    batch_dims: dict[str, int | None] = number(
-        dict, least=-math.inf, null="to give the tensor whole to every micro-batch"
-    )
+    batch_dims: dict[str, int | None] = number(dict, least=-math.inf, null="for the whole tensor in each micro-batch")
     # Split activations between tensor-parallel modules along the sequence; false = off.
     sequence_parallel: bool = False
     # Compute the loss on logits split over the tensor axis; false = off.

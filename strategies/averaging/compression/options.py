@@ -232,5 +232,4 @@ def _name_problems(name: Any) -> list[str]:
         return []
     if name in REMOVED:
         return [f"compression={name} {REMOVED[name]}"]
-    known = (OFF, *_OPTIONS)
-    return [f"compression={name}: unknown; {did_you_mean(str(name), known, 'compressors')}"]
+    return [f"compression={name}: unknown; {did_you_mean(str(name), (OFF, *_OPTIONS), 'compressors')}"]
