@@ -157,7 +157,7 @@ class _Rule:
         self.words: tuple[str, ...] = (*self.given.get("words", ()), *literals)
         is_any = Any in self.kinds and "least" in self.given
         self.numbers = {float} if is_any else {int, float}.intersection(self.kinds)
-        self.is_mapping = dict in map(get_origin, self.kinds)
+        self.is_mapping = any(get_origin(kind) is dict for kind in self.kinds)
         inner = (get_args(kind)[-1] for kind in self.kinds if get_origin(kind) in (list, dict))
         has_rule = bool(self.words or "least" in self.given)
         self.elements = next((each for each in inner if has_rule or float in _members(each)), None)
