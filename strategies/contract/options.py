@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from trainwright.core.config.options import class_of, value_problems, word
+from trainwright.core.config.options import checked, class_of, value_problems, word
 from trainwright.core.layout import Layout
 
 # Lightning's; ranks refuse their subclasses.
@@ -64,7 +64,9 @@ class StrategyOptions:
     # Names (patterns with *) of the modules to recompute with activation_checkpointing=selective; null = none.
     checkpoint_modules: list[str] | None = None
     # Compile each block with torch.compile; false = off.
-    compile: bool = False
+    compile: bool = checked(
+        False, lambda given: isinstance(given, bool | Mapping), "true, false or what torch.compile takes"
+    )
     # Before the first step, compare losses and gradients of a layout that splits the module with those of the module as
     # written: refuse (end the run if they differ by more than rounding), warn or off.
     certificate: str = word("refuse", "refuse", "warn", "off")

@@ -430,7 +430,7 @@ def test_impossible_options_are_named_all_at_once() -> None:
 @pytest.mark.parametrize(("options", "said"), [
     ({"signals": None}, "signals=None"),
     ({"signals": "SIGTERM"}, "signals='SIGTERM'"),
-    ({"signals": [["SIGTERM"]]}, "signals[0]=['SIGTERM']: unknown; allowed: SIGTERM, SIGUSR1, SIGUSR2"),
+    ({"signals": [["SIGTERM"]]}, "signals[0]=['SIGTERM']: unknown; did you mean SIGTERM? allowed: SIGTERM"),
     ({"save": "no"}, "save='no': must be true or false"),
     ({"requeue": 1}, "requeue=1"),
     ({"url": "http://metadata:port/"}, "url="),

@@ -26,7 +26,7 @@ REFUSED: list[tuple[list[str], tuple[str, ...]]] = [
     (["strategy=diloco", "strategy.mixing=1.0"], ("mixing=1.0", "below 1")),
     (["strategy=diloco", "strategy.outer_lr=0"], ("outer_lr=0", "above 0")),
     (["strategy=diloco", "strategy.outer_momentum=0"], ("outer_nesterov=true", "outer_nesterov=false")),
-    (["strategy=diloco", "strategy.compression=bf61"], ("bf61", "Did you mean 'bf16'")),
+    (["strategy=diloco", "strategy.compression=bf61"], ("bf61", "did you mean bf16")),
     (["strategy=diloco", "devices=1"], ("strategy.replicate=1", "devices=2")),
     (["strategy=local_sgd", "strategy.replicate=1", "strategy.shard=2"], ("shard 2", "no replicas")),
     (["strategy=local_sgd", "monitor=thorough"], ("monitor.replica_check", "strategy=diloco")),
