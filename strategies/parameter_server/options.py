@@ -39,9 +39,7 @@ class ParameterServerOptions(StrategyOptions):
     # ahead of the slowest) or async (workers wait only at the end of an epoch, a validation and a save).
     consistency: str = word("sync", "sync", "ssp", "async")
     # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); unused otherwise.
-    staleness: int | None = number(
-        None, least=1, unit="steps; strategy.consistency=sync is 0", null=f"for strategy.staleness={_STALENESS}"
-    )
+    staleness: int | None = number(None, least=1, unit="steps; consistency=sync is 0", null="for strategy.staleness=3")
     # Number of servers that share the parameters.
     servers: int = number(1, least=1)
     # Placement of servers: beside = in the first ranks, which also train; own = on the last ranks, which only serve, so
