@@ -33,15 +33,6 @@ def are_synchronous(trainer: Any) -> bool:
     return traits_of(trainer.strategy).steps_are_collective
 
 
-def require_window(every_n_steps: int | None, owner: object) -> None:
-    """Raise a ``ValueError`` if ``every_n_steps`` is given and less than 1."""
-    if every_n_steps is not None and every_n_steps < 1:
-        raise ValueError(
-            f"{type(owner).__name__}(every_n_steps={every_n_steps}) (allowed: 1 or more optimizer steps, "
-            "or None for the Trainer's log_every_n_steps)"
-        )
-
-
 def require_strategy(owner: object, trainer: Any, method: str) -> None:
     """Raise a ``ValueError`` if the strategy lacks ``method``, as those of Lightning do, which ``owner`` needs."""
     if not hasattr(trainer.strategy, method):

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.step_clock import PhaseClock
-from trainwright.callbacks.steps import require_window, step_number
+from trainwright.callbacks.steps import step_number
+from trainwright.core.config.options import number, require
 
 Clock = TypeVar("Clock", bound=PhaseClock)
 
@@ -30,7 +31,8 @@ class Windowed(Callback):
     _warm_up = 0
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        require_window(every_n_steps, self)
+        rule = number(None, least=1, unit="optimizer steps", null="for the Trainer's log_every_n_steps")
+        require(self, int | None, rule, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._window = 0  # 0 is off
         self._seen = 0  # ``global_step`` after the last step

@@ -74,9 +74,6 @@ def decide(cfg: DictConfig, surroundings: Surroundings, most: int | None = None)
         The choice, or None, and the problems that prevented it.
     """
     size = cfg.micro_batch_size
-    if isinstance(size, str) and size != AUTO:
-        cfg.micro_batch_size = None
-        return None, [f"micro_batch_size={size}: must be a whole number of at least 1, auto or null"]
     if not is_auto(cfg.strategy) and size != AUTO:
         return None, []
     problems = problems_before_layout(cfg, surroundings)
@@ -154,7 +151,8 @@ def _decide_layout(cfg: DictConfig, surroundings: Surroundings) -> Choice:
 
 def _limits(cfg: DictConfig, surroundings: Surroundings) -> tuple[Limits, list[str]]:
     """Return the options that the user has set, and what is invalid about them."""
-    strategy = AutoOptions(**{str(key): value for key, value in cfg.strategy.items()})
+    given: Any = OmegaConf.to_container(cfg.strategy, resolve=True)
+    strategy = AutoOptions(**given)
     keeps_size = MICRO_BATCH in strategy.keep and isinstance(cfg.micro_batch_size, int)
     return (
         Limits(

@@ -1,14 +1,13 @@
 """Options of `trainwright verify`: `verify.steps=`, `verify.tolerance=`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from trainwright.core.config.options import is_number, is_whole
-from trainwright.core.problems import did_you_mean
+from trainwright.core.config.options import number, unknown_options, value_problems
 
 PREFIX = "verify"
 # Holds for fp32 on every layout; other precisions need an explicit bound.
@@ -20,10 +19,10 @@ class VerifyOptions:
     """Options of the command alone: a run's configuration has no such keys."""
 
     # Optimizer steps that both runs train, at least 1.
-    steps: int = 4
+    steps: int = number(4, least=1)
     # Largest accepted relative difference, more than 0 and less than 1; null = 1e-5 with precision=32; required for any
     # other precision.
-    tolerance: float | None = None
+    tolerance: float | None = number(None, above=0, below=1, null="for the default")
 
     def problems(self, precision: str) -> list[str]:
         """Return what is wrong with these options, each with what to type instead.
@@ -31,11 +30,7 @@ class VerifyOptions:
         Args:
             precision: of the verified configuration.
         """
-        found = []
-        if not is_whole(self.steps, 1):
-            found.append(f"verify.steps={self.steps}: must be a whole number of at least 1; type verify.steps=4")
-        if self.tolerance is not None and not (is_number(self.tolerance) and 0 < self.tolerance < 1):
-            found.append(f"verify.tolerance={self.tolerance}: must be more than 0 and less than 1; leave it out")
+        found = list(value_problems(VerifyOptions, vars(self), f"{PREFIX}."))
         if self.tolerance is None and precision != "32":
             rounding = f"rounding differs by layout far more than the {TOLERANCE:g} of precision=32"
             found.append(f"precision={precision}: {rounding}; type precision=32, or verify.tolerance=0.01")
@@ -57,14 +52,12 @@ def take_options(overrides: Sequence[str]) -> tuple[VerifyOptions, list[str], li
         The options, the overrides of the run, and the problems.
     """
     own = [text for text in overrides if text.lstrip("+~").split("=", 1)[0].split(".")[0] == PREFIX]
-    names = [item.name for item in fields(VerifyOptions)]
     values: dict[str, Any] = {}
     problems: list[str] = []
     for text in own:
         name = text.split("=", 1)[0].removeprefix(f"{PREFIX}.")
-        if name not in names:
-            keys = [f"{PREFIX}.{each}" for each in names]
-            problems.append(f"{text}: there is no such key; {did_you_mean(text.split('=', 1)[0], keys, 'keys')}")
+        if unknown := unknown_options(VerifyOptions, [name], f"{text}: {PREFIX}."):
+            problems += unknown
             continue
         try:
             values[name] = OverridesParser.create().parse_override(text).value()

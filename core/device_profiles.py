@@ -15,7 +15,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainwright.core.config.options import is_number
 from trainwright.core.failures.error_text import first_line
 
 AUTO, CPU = "auto", "cpu"
@@ -144,7 +143,7 @@ def profile_from(values: Mapping[str, Any]) -> DeviceProfile:
     problems = [
         f"device.{key}={value} (allowed: a number above 0, without a unit)"
         for key, value in numbers.items()
-        if not is_number(value) or value < 0 or (not value and key in _POSITIVE)
+        if type(value) not in (int, float) or not 0 <= value < float("inf") or (not value and key in _POSITIVE)
     ]
     flops = {kind: float(value) for kind, value in (values.get("flops") or {}).items() if value}
     if "float32" not in flops:

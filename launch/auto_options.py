@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from omegaconf import MISSING
+
+from trainwright.core.config.options import number, value_problems, word
 from trainwright.core.layout import Layout
-from trainwright.strategies.contract.options import MISSING, number
-from trainwright.strategies.data.zero_options import OFFLOADS, STAGES
+from trainwright.strategies.data.zero_options import OFFLOADS
 
 AUTO_TARGET = "trainwright.command.auto"
 MICRO_BATCH = "micro_batch_size"
+_PLANNED = "to leave it to the planner"
 
 
 @dataclass
@@ -19,23 +22,23 @@ class AutoOptions:
 
     _target_: str = AUTO_TARGET
     # Pipeline stages; null = chosen by the planner, as for every option below.
-    pipeline: int | None = number(None, least=-1)
+    pipeline: int | None = number(None, least=1, null=_PLANNED)
     # Replicas (copies of the training state); null = chosen by the planner.
-    replicate: int | None = number(None, least=-1)
+    replicate: int | None = number(None, least=1, null=_PLANNED)
     # Ranks that shard one replica; null = chosen by the planner.
-    shard: int | None = number(None, least=-1)
+    shard: int | None = number(None, least=1, null=_PLANNED)
     # Ranks that split each sequence (context parallelism); null = chosen by the planner.
-    context: int | None = number(None, least=-1)
+    context: int | None = number(None, least=1, null=_PLANNED)
     # Ranks that split each weight (tensor parallelism); null = chosen by the planner.
-    tensor: int | None = number(None, least=-1)
+    tensor: int | None = number(None, least=1, null=_PLANNED)
     # Ranks that hold different experts; null = chosen by the planner.
-    expert: int | None = number(None, least=-1)
+    expert: int | None = number(None, least=1, null=_PLANNED)
     # ZeRO stage, 0 = none (single, ddp); null = chosen by the planner.
-    stage: int | None = None
+    stage: int | None = number(None, most=3, null=_PLANNED)
     # State kept in host memory between steps: none, optimizer or parameters; null = chosen by the planner.
-    offload: str | None = None
+    offload: str | None = word(None, *OFFLOADS)
     # Recompute activations in the backward pass: none or full; null = chosen by the planner.
-    activation_checkpointing: str | None = None
+    activation_checkpointing: str | None = word(None, "none", "full")
     # Pipeline schedule: 1f1b or interleaved_1f1b; null = chosen by the planner.
     schedule: str | None = None
     # Micro-batches that the pipeline splits a batch into; null = chosen by the planner.
@@ -53,7 +56,7 @@ class AutoOptions:
     # Blocks whose parameters stage 3 gathers ahead; null = chosen for the links and the memory.
     prefetch: int | None = None
     # Plain keys that the planner must not change: micro_batch_size (added when it is typed); [] = none.
-    keep: list[str] = field(default_factory=list)
+    keep: list[str] = word(list, MICRO_BATCH)
     # Names of the repeated blocks (patterns with *), like model.layers.*; null = detected in the model.
     blocks: list[str] | None = None
     # Compile each block with torch.compile; false = off.
@@ -74,23 +77,12 @@ class AutoOptions:
 
     def problems(self, world_size: int) -> Iterator[str]:
         """Yield what is invalid on `world_size` ranks."""
-        small = {axis: size for axis, size in self.axes().items() if size < 1}
-        for axis, size in small.items():
-            yield f"strategy.{axis}={size} with strategy=auto: type a size of at least 1, or leave it out"
-        ranks = {} if small else {axis: size for axis, size in self.axes().items() if axis in Layout().sizes}
+        yield from value_problems(AutoOptions, vars(self), "strategy.")
+        ranks = {axis: size for axis, size in self.axes().items() if axis in Layout().sizes and size >= 1}
         product = math.prod(ranks.values())
         if world_size % product:
             given = " x ".join(f"{axis} {size}" for axis, size in ranks.items())
             yield f"strategy=auto with {given}: {product} does not divide {world_size} ranks; type other sizes"
-        allowed = {"stage": (0, *STAGES), "offload": OFFLOADS, "activation_checkpointing": ("none", "full")}
-        for option, words in allowed.items():
-            given = getattr(self, option)
-            if given is not None and given not in words:
-                named = ", ".join(map(str, words))
-                yield f"strategy.{option}={given} with strategy=auto: allowed: {named}; null leaves it to the planner"
-        unknown = [key for key in self.keep if key != MICRO_BATCH]
-        if unknown:
-            yield f"strategy.keep={unknown}: allowed: {MICRO_BATCH}"
 
 
 @dataclass

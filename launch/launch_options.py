@@ -5,9 +5,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trainwright.core.config.options import number, word
 from trainwright.launch.engines.engines import kinds
 from trainwright.launch.recovery.check_recovery import RECOVERIES
-from trainwright.strategies.contract.options import number, word
 
 
 @dataclass
@@ -44,14 +44,14 @@ class LaunchConfig:
     mtbf: float = number(3.0, above=0)
     # Seconds without progress after which the rank at fault is killed and a report written: auto = learned per phase of
     # a step, a number = the same for all phases, null = off. A run on one device is watched only where a number is set.
-    hang_timeout: Any = "auto"
+    hang_timeout: Any = number("auto", "auto", above=0, unit="seconds", null="for off")
     # How many times longer than its longest duration so far a phase may take (hang_timeout=auto).
-    hang_safety_factor: float = 5.0
+    hang_safety_factor: float = number(5.0, least=1, unit="below 1, what took long once would be a hang the next time")
     # Lower bound of the time limit of a phase, in seconds (hang_timeout=auto).
-    hang_floor_seconds: float = 30.0
+    hang_floor_seconds: float = number(30.0, above=0)
     # Time limit, in seconds, of phases without history: setup, the first steps, the first validation, the first
     # checkpoint (hang_timeout=auto).
-    hang_first_timeout: float = 1800.0
+    hang_first_timeout: float = number(1800.0, above=0)
 
 
 @dataclass

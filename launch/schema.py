@@ -13,11 +13,12 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from trainwright.callbacks.end.options import PreemptionOptions
+from trainwright.core.config.options import number, word
 from trainwright.core.problems import ConfigError
 from trainwright.launch.auto_options import AutoOptions, DeepSpeedJSONOptions
 from trainwright.launch.launch_options import KubernetesLaunchConfig, LaunchConfig, RayLaunchConfig, SlurmLaunchConfig
 from trainwright.strategies.averaging.compression.options import CONFIGS, CompressionConfig
-from trainwright.strategies.contract.options import number, word
 from trainwright.strategies.contract.registry import all_options, options_of_others
 from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.trainer.balance.options import BalanceOptions
@@ -43,31 +44,10 @@ class FixedAccumulationConfig(AccumulationConfig):
 
 
 @dataclass
-class PreemptionConfig:
+class PreemptionConfig(PreemptionOptions):
     """`preemption=default|none`: how a run ends when it is interrupted."""
 
     _target_: str = "trainwright.callbacks.end.preemption.Preemption"
-    # Save the run state before ending, with the callback of the group checkpoint; false = off.
-    save: bool = True
-    # Signals that end the run: SIGTERM, SIGUSR1, SIGUSR2; [] = none.
-    signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
-    # Path of a file whose existence ends the run; null = off.
-    file: str | None = None
-    # URL to poll, such as a cloud's metadata service: a response of status 200 that is neither empty nor FALSE nor NONE
-    # ends the run; null = off.
-    url: str | None = None
-    # HTTP headers for url, like {Metadata-Flavor: Google}; {} = none.
-    url_headers: dict[str, str] = field(default_factory=dict)
-    # Seconds between polls of file and url.
-    poll_seconds: float = 5.0
-    # Seconds from the notice until the process exits, saved or not; null = no limit.
-    deadline_seconds: float | None = 120.0
-    # Exit code; null = 128 plus the number of the signal (143 for SIGTERM, file and url).
-    exit_code: int | None = number(None, most=255)
-    # Under SLURM, run scontrol requeue for this job after saving; false = off.
-    requeue: bool = False
-    # Approximate seconds between checks whether any rank was notified.
-    check_seconds: float = 1.0
 
 
 @dataclass
@@ -128,7 +108,7 @@ class TrainerConfig:
     sync_batchnorm: bool = False
     # What is weighted equally in an optimizer step: every micro-batch (micro_batch) or every valid token (tokens: the
     # loss is the mean over all tokens of the global batch, whatever the layout).
-    loss_weighting: str = "micro_batch"
+    loss_weighting: str = word("micro_batch", "micro_batch", "tokens")
     # With loss_weighting=tokens: function from a batch to its number of valid tokens, as package.module:function;
     # null = count the targets other than ignore_index of the single cross_entropy or nll_loss in training_step.
     token_count: str | None = None
@@ -209,7 +189,7 @@ class RunConfig:
     # Name of the run; its directories are runs/<name>/... Set by the recipe.
     name: str = MISSING
     # Processes per machine, one per GPU or CPU share; auto = all GPUs, or 1 without GPUs.
-    devices: int | str = number(1, least=1, most=4096)
+    devices: int | str = number(1, "auto", least=1, most=4096)
     # Number of machines.
     nodes: int = number(1, least=1, most=65536)
     # auto (GPUs if there are any), cpu, gpu (CUDA), or mps (Apple's, with strategy=single).
@@ -224,7 +204,7 @@ class RunConfig:
     # data-parallel ranks.
     global_batch_size: int | None = number(None, least=1)
     # Samples per rank and micro-batch; auto = as many as fit (docs/planning.md), null = decided by the data module.
-    micro_batch_size: int | str | None = number(None, least=1)
+    micro_batch_size: int | str | None = number(None, "auto", least=1)
     # Run directory; null = runs/<name>/<date>_<time>.
     run_dir: str | None = None
     # Write report.html into the run directory when fit ends; false = off.

@@ -80,7 +80,7 @@ class FlagOnSignal(_SignalConnector):
         super().__init__(trainer)
         self._notice = NoticeBox()
         self._process = os.getpid()
-        self._without_callback = Preemption(signals=("SIGTERM",))
+        self._without_callback = Preemption(signals=["SIGTERM"])
         # A callback may train before handlers are registered (LearningRateFinder, when fit starts).
         self._paces = {fits: Pace(self._without_callback.check_seconds) for fits in (True, False)}
         self._clock: Callable[[], float] = time.perf_counter

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -16,9 +15,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainwright.callbacks.end.notice import StopNotice
-from trainwright.callbacks.end.options import preemption_problems
+from trainwright.callbacks.end.options import PreemptionOptions
 from trainwright.callbacks.end.requeue import job_of, requeue
 from trainwright.callbacks.save.run_state import RunStateCheckpoint
+from trainwright.core.config.options import refuse
 from trainwright.core.errors import CheckpointError
 
 _log = logging.getLogger("trainwright")
@@ -46,7 +46,7 @@ class Preempted(SIGTERMException):
 
 
 @dataclass(eq=False, repr=False)
-class Preemption(Callback):
+class Preemption(PreemptionOptions, Callback):
     """Graceful stop on a signal, on a file that appears, or on the answer of an address.
 
     ``trainwright.Trainer`` records the notice on any rank, and about every ``check_seconds`` the ranks agree on it. All
@@ -75,21 +75,8 @@ class Preemption(Callback):
         ValueError: naming all invalid arguments.
     """
 
-    save: bool = True
-    signals: Sequence[str] = ("SIGTERM", "SIGUSR1")
-    file: str | None = None
-    url: str | None = None
-    url_headers: Mapping[str, str] | None = None
-    poll_seconds: float = 5.0
-    deadline_seconds: float | None = 120.0
-    exit_code: int | None = None
-    requeue: bool = False
-    check_seconds: float = 1.0
-
     def __post_init__(self) -> None:
-        problems = preemption_problems(vars(self))
-        if problems:
-            raise ValueError("Preemption: " + "; ".join(problems))
+        refuse(self.option_problems(), "Preemption")
         self.numbers = tuple(int(signal.Signals[name]) for name in self.signals)
         self._settled: StopNotice | None = None  # a notice for which all is done but to end the process
 

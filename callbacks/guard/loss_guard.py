@@ -6,9 +6,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainwright.callbacks.guard.nonfinite import NonfiniteReport, any_nonfinite, describe, find_gradient, first_bad
-from trainwright.callbacks.guard.options import guard_problems
+from trainwright.callbacks.guard.options import GuardOptions
 from trainwright.callbacks.guard.verdict import DropStep, RollBack
 from trainwright.callbacks.steps import log_metrics, step_number
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.checkpoint.exchange.groups import wait_for_all
+from trainwright.core.config.options import refuse
 from trainwright.core.problems import DivergedError
 from trainwright.core.run.traits import traits_of
 
@@ -35,7 +36,7 @@ _NORMAL = 1.4826
 
 
 @dataclass(eq=False, repr=False)
-class LossGuard(Callback):
+class LossGuard(GuardOptions, Callback):
     """Checks loss and gradients before every optimizer step, on all ranks together.
 
     A step is bad if its loss or a gradient is NaN or infinite, or if its loss jumped: by more than ``threshold`` robust
@@ -89,26 +90,8 @@ class LossGuard(Callback):
     needs_collective_steps = True
     """All ranks must be at the same optimizer step."""
 
-    policy: Literal["skip", "rollback", "stop"] = "rollback"
-    _: KW_ONLY
-    on_reproducible: Literal["skip_window", "stop"] = "skip_window"
-    threshold: float | None = 6.0
-    min_jump: float = 0.1
-    window: int = 128
-    min_history: int = 32
-    snapshot_every_n_steps: int | None = None
-    mtbf: float = 3.0
-    keep_snapshots: int = 2
-    back_steps: int = 0
-    skip_steps: int = 10
-    max_rollbacks: int = 4
-    max_skips: int = 10
-    per_steps: int = 1000
-
     def __post_init__(self) -> None:
-        problems = guard_problems(vars(self))
-        if problems:
-            raise ValueError("LossGuard: " + "; ".join(problems))
+        refuse(self.option_problems(), "LossGuard")
         self.counts = {"skipped": 0, "rollbacks": 0, "transient": 0, "reproducible": 0}
         self._history = LossHistory(self.window, self.min_history)
         self._interventions: list[int] = []  # global step of each

@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from trainwright.core.config.option_rules import Rule, broken_rules, is_count, is_number, is_positive, or_none
-from trainwright.core.config.options import class_of
-
-POLICIES = ("skip", "rollback", "stop")
-ON_REPRODUCIBLE = ("skip_window", "stop")
-
-
-_RULES: dict[str, Rule] = {
-    "policy": (lambda value: value in POLICIES, ", ".join(POLICIES)),
-    "on_reproducible": (lambda value: value in ON_REPRODUCIBLE, ", ".join(ON_REPRODUCIBLE)),
-    "threshold": (or_none(is_positive), "more than 0, or None for off"),
-    "min_jump": (is_number, "0 or more, a part of the loss"),
-    "window": (is_count, "1 or more optimizer steps"),
-    "min_history": (lambda value: is_count(value, 2), "2 or more optimizer steps"),
-    "snapshot_every_n_steps": (or_none(is_count), "1 or more optimizer steps, or None to lose the least time"),
-    "mtbf": (is_positive, "more than 0 hours"),
-    "keep_snapshots": (is_count, "1 or more"),
-    "back_steps": (lambda value: is_count(value, 0), "0 or more optimizer steps"),
-    "skip_steps": (is_count, "1 or more optimizer steps"),
-    "max_rollbacks": (is_count, "1 or more"),
-    "max_skips": (is_count, "1 or more"),
-    "per_steps": (is_count, "1 or more optimizer steps"),
-}
-
-
-def guard_problems(given: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with arguments of ``LossGuard``, one message each.
-
-    Args:
-        given: some or all of them by name; unknown names are ignored.
-    """
-    rules = {name: rule for name, rule in _RULES.items() if name in given}
-    problems = broken_rules(rules, given)
-    if problems:
-        return problems  # combinations can be judged only if each value is valid
-    window, least = given.get("window"), given.get("min_history")
-    if window is not None and least is not None and least > window:
-        problems.append(
-            f"min_history={least} with window={window}: the window never holds as many steps (allowed: at most window)"
-        )
-    return problems
-
+from trainwright.core.config.options import class_of, number, value_problems
 
 _GUARD = "LossGuard"
+
+
+@dataclass(eq=False, repr=False)
+class GuardOptions:
+    """Options of :class:`~trainwright.callbacks.guard.loss_guard.LossGuard`, which explains them."""
+
+    policy: Literal["skip", "rollback", "stop"] = "rollback"
+    _: KW_ONLY
+    on_reproducible: Literal["skip_window", "stop"] = "skip_window"
+    threshold: float | None = number(6.0, above=0, null="for off")
+    min_jump: float = number(0.1, unit="a part of the loss")
+    window: int = number(128, least=1, unit="optimizer steps")
+    min_history: int = number(32, least=2, unit="optimizer steps")
+    snapshot_every_n_steps: int | None = number(None, least=1, unit="optimizer steps", null="to lose the least time")
+    mtbf: float = number(3.0, above=0, unit="hours")
+    keep_snapshots: int = number(2, least=1)
+    back_steps: int = number(0, unit="optimizer steps")
+    skip_steps: int = number(10, least=1, unit="optimizer steps")
+    max_rollbacks: int = number(4, least=1)
+    max_skips: int = number(10, least=1)
+    per_steps: int = number(1000, least=1, unit="optimizer steps")
+
+    def option_problems(self, prefix: str = "") -> list[str]:
+        """Return what is wrong with the options, one message each; ``prefix`` precedes names on the command line."""
+        problems = list(value_problems(GuardOptions, vars(self), prefix))
+        if not problems and self.min_history > self.window:
+            return [
+                f"{prefix}min_history={self.min_history} with window={self.window}: the window never holds as many "
+                "steps (allowed: at most window)"
+            ]
+        return problems
 
 
 def guard_refusals(cfg: DictConfig) -> list[str]:
@@ -61,11 +52,10 @@ def guard_refusals(cfg: DictConfig) -> list[str]:
         for name, value in cfg[group].items()
         if class_of(value) == _GUARD
     }
-    problems = [
-        f"{key}: {problem}"
-        for key, value in guards.items()
-        for problem in guard_problems(OmegaConf.to_container(value))  # type: ignore[arg-type]
-    ]
+    names, problems = {item.name for item in fields(GuardOptions)}, []
+    for key, value in guards.items():
+        given: Any = {name: each for name, each in value.items() if name in names}
+        problems += GuardOptions(**given).option_problems(f"{key}.")
     if len(guards) > 1:
         problems.append(f"{' and '.join(guards)} are both a {_GUARD}; type guard=none, or remove the other one")
     for key, value in guards.items():

@@ -15,8 +15,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from trainwright.callbacks.steps import require_strategy, require_window
+from trainwright.callbacks.steps import require_strategy
 from trainwright.checkpoint.exchange.distinct import all_gather_values
+from trainwright.core.config.options import number, refuse, value_problems
 
 # Bytes of a CUDA tensor copied to the host at a time.
 _CHUNK = 64 << 20
@@ -101,17 +102,13 @@ class ReplicaCheck(Callback):
     needs_collective_steps = True
     """All ranks must be at the same optimizer step."""
 
-    every_n_steps: int = 1000
+    every_n_steps: int = number(1000, least=1, unit="optimizer steps")
     on_difference: Literal["repair", "stop"] = "repair"
     before_saves: bool = True
     most_repairs: int = 3
 
     def __post_init__(self) -> None:
-        require_window(self.every_n_steps, self)
-        if self.on_difference not in ("repair", "stop"):
-            raise ValueError(f"ReplicaCheck(on_difference={self.on_difference!r}) (allowed: 'repair', 'stop')")
-        if self.most_repairs < 0:
-            raise ValueError(f"ReplicaCheck(most_repairs={self.most_repairs}) (allowed: 0 or more)")
+        refuse(value_problems(ReplicaCheck, vars(self)), "ReplicaCheck")
         self.found: list[tuple[int, Difference]] = []
         self.equal_at: int | None = None
         self._repairs: Counter[int] = Counter()
@@ -259,9 +256,9 @@ class _ReplicaMap:
             alike.setdefault(id(boxes), []).append(rank)
         groups = [(ranks, known[ranks[0]]) for ranks in alike.values()]
         holders: dict[Box, list[int]] = defaultdict(list)
-        for number, (_, boxes) in enumerate(groups):
+        for index, (_, boxes) in enumerate(groups):
             for box in boxes:
-                holders[box].append(number)
+                holders[box].append(index)
         sets = {
             numbers: tuple(sorted(rank for number in numbers for rank in groups[number][0]))
             for numbers in {tuple(each) for each in holders.values()}
@@ -365,8 +362,8 @@ def _on_host(octets: Tensor) -> Iterator[Tensor]:
     buffers = [torch.empty(room, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     waiting: Tensor | None = None
     reached = torch.cuda.Event()
-    for number, piece in enumerate(octets.split(_CHUNK)):
-        target = buffers[number % 2][: piece.numel()]
+    for index, piece in enumerate(octets.split(_CHUNK)):
+        target = buffers[index % 2][: piece.numel()]
         if waiting is not None:
             reached.synchronize()
         target.copy_(piece, non_blocking=True)

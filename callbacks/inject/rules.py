@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import signal as signals
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from trainwright.core.config.option_rules import Rule, is_positive, or_none
-from trainwright.core.config.options import is_number, is_whole
+from trainwright.core.config.options import checked, number, value_problems, word
 
 HANGS = ("sleep", "lock", "gil", "skip_collective", "data")
 """Ways to hang."""
@@ -37,12 +37,8 @@ def problems_of(kind: str, arguments: Mapping[str, Any]) -> list[str]:
         kind: name of a function of :mod:`trainwright.callbacks.inject`.
         arguments: all of its arguments by name.
     """
-    rules = {**_RULES, **_RULES_OF.get(kind, {})}
-    found = [
-        f"{kind}({name}={value!r}) (allowed: {rules[name][1]})"
-        for name, value in arguments.items()
-        if not rules[name][0](value)
-    ]
+    schema = _ARGUMENTS_OF.get(kind, _Arguments)
+    found = [f"{kind}: {problem}" for problem in value_problems(schema, arguments)]
     return found or _conflicts(kind, arguments)
 
 
@@ -68,53 +64,63 @@ def _conflicts(kind: str, arguments: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _whole(least: int, most: float = math.inf) -> Callable[[Any], bool]:
-    return lambda value: is_whole(value, least) and value <= most
-
-
-def _one_of(names: Sequence[str]) -> Rule:
-    return (lambda value: value in names), ", ".join(map(repr, names))
-
-
 def _are_ranks(value: Any) -> bool:
     several = [value] if isinstance(value, int) else value
     if not isinstance(several, list | tuple) or not several:
         return False
-    return all(map(_whole(0), several)) and len(set(several)) == len(several)
+    return all(type(rank) is int and rank >= 0 for rank in several) and len(set(several)) == len(several)
 
 
 def _are_seconds(value: Any) -> bool:
-    if not isinstance(value, list | tuple):
-        return is_positive(value)
-    return len(value) == 2 and all(map(is_positive, value)) and value[0] <= value[1]
+    several = value if isinstance(value, list | tuple) and len(value) == 2 else [value, value]
+    return all(type(each) in (int, float) and 0 < each < math.inf for each in several) and several[0] <= several[1]
 
 
 def _are_kinds(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(kind in SOAKED for kind in value)
 
 
-_RULES: dict[str, Rule] = {
-    "rank": (or_none(_whole(0)), "a global rank: 0, 1, ..., or None for all"),
-    "ranks": (_are_ranks, "a global rank, or a list of different ones: [1, 2]"),
-    "at_step": (_whole(0), "an optimizer step: 0, 1, ..."),
-    "from_step": (_whole(0), "an optimizer step: 0, 1, ..."),
-    "to_step": (or_none(_whole(1)), "an optimizer step, or None"),
-    "step": (_whole(1), "optimizer steps done at a save: 1, 2, ..."),
-    "times": (or_none(_whole(1)), "1, 2, ..., or None for always"),
-    "signal": (_whole(1, signals.NSIG - 1), "the number of a signal, like 9"),
-    "how": _one_of(HANGS),
-    "where": _one_of(PLACES),
-    "parameter": (or_none(lambda value: isinstance(value, str) and value != ""), "the name of a parameter, or None"),
-    "hook": _one_of((*HOOKS, STEP)),
-    "error": (or_none(lambda value: isinstance(value, Exception)), "an exception, like ValueError('why'), or None"),
-    "code": (_whole(0, 255), "0 to 255"),
-    "factor": (is_number, "a number"),
-    "bit": (or_none(_whole(0, _MOST_BITS - 1)), f"0 to {_MOST_BITS - 1}, or None"),
-    "seed": (_whole(0), "0, 1, ..."),
-    "every_seconds": (_are_seconds, "seconds, or their minimum and maximum: (20, 30)"),
-    "kinds": (_are_kinds, "a list of some of " + ", ".join(map(repr, SOAKED))),
-}
-_RULES_OF: dict[str, dict[str, Rule]] = {
-    "slow": {"factor": (lambda value: is_number(value) and value > 1, "more than 1")},
-    "corrupt_checkpoint": {"rank": (_whole(0), "a global rank: 0, 1, ...")},
-}
+def _is_name(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value != "")
+
+
+def _is_error(value: Any) -> bool:
+    return value is None or isinstance(value, Exception)
+
+
+@dataclass
+class _Arguments:
+    """Arguments of all faults. Defaults are those of the functions."""
+
+    rank: int | None = number(None, unit="a global rank", null="for all")
+    ranks: Any = checked(None, _are_ranks, "a global rank, or a list of different ones: [1, 2]")
+    at_step: int = number(None, unit="an optimizer step")
+    from_step: int = number(None, unit="an optimizer step")
+    to_step: int | None = number(None, least=1, unit="an optimizer step")
+    step: int = number(None, least=1, unit="optimizer steps done at a save")
+    times: int | None = number(None, least=1, null="for always")
+    signal: int = number(None, least=1, most=signals.NSIG - 1)
+    how: str = word(None, *HANGS)
+    where: str = word(None, *PLACES)
+    parameter: Any = checked(None, _is_name, "the name of a parameter, or None")
+    hook: str = word(None, *HOOKS, STEP)
+    error: Any = checked(None, _is_error, "an exception, like ValueError('why'), or None")
+    code: int = number(None, most=255)
+    factor: float = number(None, least=-math.inf)
+    bit: int | None = number(None, most=_MOST_BITS - 1)
+    seed: int = number(None)
+    every_seconds: Any = checked(None, _are_seconds, "seconds, or their minimum and maximum: (20, 30)")
+    kinds: Any = checked(None, _are_kinds, "a list of some of " + ", ".join(map(repr, SOAKED)))
+
+
+@dataclass
+class _OfSlow(_Arguments):
+    factor: float = number(None, above=1)
+
+
+@dataclass
+class _OfCorruption(_Arguments):
+    rank: int = number(None, unit="a global rank")
+
+
+_ARGUMENTS_OF = {"slow": _OfSlow, "corrupt_checkpoint": _OfCorruption}

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.message_server import MessageServer, Peer
+from trainwright.core.config.options import number, require
 from trainwright.core.text.bounded import ContentError
 
 _OTHERS = re.compile(r"[^a-zA-Z0-9_]")
@@ -39,8 +40,7 @@ class Prometheus(Callback):
     """
 
     def __init__(self, port: int = 9400, host: str = "127.0.0.1", every_rank: bool = False) -> None:
-        if not 0 <= port < 65536:
-            raise ValueError(f"Prometheus(port={port}) (allowed: 0 to 65535; 0 takes a free one)")
+        require(self, int, number(9400, most=65535, unit="0 takes a free one"), port=port)
         self.wanted_port = port
         self.host = host
         self.every_rank = every_rank

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.monitor.sample import is_sampled, sampled_ranks
 from trainwright.callbacks.steps import log_metrics, steps_done
+from trainwright.core.config.options import number, require
 from trainwright.core.text.plain import finite
 
 FOLDER = "monitor"
@@ -82,8 +83,7 @@ class MonitorFile(Callback):
     looks_at_parameters = False
 
     def __init__(self, run_dir: str | None = None, most_ranks: int | None = 1024) -> None:
-        if most_ranks is not None and most_ranks < 1:
-            raise ValueError(f"MonitorFile(most_ranks={most_ranks}) (allowed: 1 or more, or None for all ranks)")
+        require(self, int | None, number(None, least=1, null="for all ranks"), most_ranks=most_ranks)
         self.run_dir = run_dir
         self.most_ranks = most_ranks
         self._lines: list[str] = []

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.monitor.records import emit
 from trainwright.callbacks.steps import are_synchronous, step_number
 from trainwright.callbacks.windows import Measured, Timed
+from trainwright.core.config.options import number, require
 from trainwright.core.failures.records import write_whole
 
 FILE = "plan.json"
@@ -45,8 +46,7 @@ class PlanCheck(Timed, Measured):
     _gradients = 0  # bytes
 
     def __init__(self, steps: int = 5, console: Console | None = None) -> None:
-        if steps < 1:
-            raise ValueError(f"PlanCheck(steps={steps}) (allowed: 1 or more optimizer steps)")
+        require(self, int, number(5, least=1, unit="optimizer steps"), steps=steps)
         super().__init__(steps)
         self.steps = steps
         self.console = console or Console()

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainwright.callbacks.progress.global_loss import losses_of
 from trainwright.callbacks.progress.throughput import Throughput
 from trainwright.callbacks.windows import StopsWithTraining
+from trainwright.core.config.options import number, require
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,8 @@ class ProgressBar(StopsWithTraining, LightningProgressBar):
         self, refresh_seconds: float = 0.25, line_seconds: float = 10.0, console: Console | None = None
     ) -> None:
         super().__init__()
-        for name, value in (("refresh_seconds", refresh_seconds), ("line_seconds", line_seconds)):
-            if value <= 0:
-                raise ValueError(f"ProgressBar({name}={value}) (allowed: more than 0 seconds)")
+        rule = number(None, above=0, most=float("inf"), unit="seconds")
+        require(self, float, rule, refresh_seconds=refresh_seconds, line_seconds=line_seconds)
         self.console = console or Console()
         self._period = refresh_seconds if self.console.is_terminal else line_seconds
         self._enabled = True

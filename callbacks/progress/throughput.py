@@ -14,6 +14,7 @@ from trainwright.callbacks.monitor.flops import CountedOperations
 from trainwright.callbacks.monitor.records import publish
 from trainwright.callbacks.steps import are_synchronous
 from trainwright.callbacks.windows import Timed
+from trainwright.core.config.options import number, require
 
 
 class Throughput(Timed):
@@ -60,10 +61,8 @@ class Throughput(Timed):
         peak_flops: float | None = None,
     ) -> None:
         super().__init__(every_n_steps)
-        if units_per_sample is not None and units_per_sample < 1:
-            raise ValueError(f"Throughput(units_per_sample={units_per_sample}) (allowed: 1 or more, or None)")
-        if peak_flops is not None and not peak_flops > 0:
-            raise ValueError(f"Throughput(peak_flops={peak_flops}) (allowed: operations per second above 0, or None)")
+        require(self, int | None, number(None, least=1), units_per_sample=units_per_sample)
+        require(self, float | None, number(None, above=0, unit="operations per second"), peak_flops=peak_flops)
         self.unit = unit
         self.units_per_sample = units_per_sample
         self.count_flops = count_flops

@@ -4,53 +4,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from string import Formatter
-from typing import Any
+from typing import Any, Literal
 
-from trainwright.core.config.option_rules import Rule, broken_rules, is_count, is_positive, or_none
+from trainwright.core.config.options import number, value_problems
 
-_RULES: dict[str, Rule] = {
-    "every": (lambda value: value in ("auto", None), '"auto", or None for off'),
-    "every_n_steps": (or_none(is_count), "1 or more optimizer steps, or None for off"),
-    "every_n_seconds": (or_none(is_positive), "more than 0 seconds, or None for off"),
-    "every_n_epochs": (or_none(is_count), "1 or more epochs, or None for off"),
-    "keep_last": (is_count, "1 or more checkpoints"),
-    "keep_every": (or_none(is_count), "1 or more optimizer steps, or None for off"),
-    "keep_best": (lambda value: value == 0 or is_count(value), "0 for off, or 1 or more checkpoints"),
-    "mode": (lambda value: value in ("min", "max"), '"min" or "max"'),
-    "mtbf": (is_positive, "more than 0 hours"),
-    "in_memory_every_n_steps": (or_none(is_count), "1 or more optimizer steps, or None for off"),
-    "on_error": (lambda value: value in ("raise", "warn"), '"raise" or "warn"'),
-}
 _WHEN = ("every", "every_n_steps", "every_n_seconds", "every_n_epochs", "save_at_end", "monitor")
+_STEPS = "optimizer steps"
 
 
-def save_problems(given: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the arguments of ``RunStateCheckpoint``, one message each.
+@dataclass(eq=False, repr=False)
+class SaveOptions:
+    """Options of :class:`~trainwright.callbacks.save.run_state.RunStateCheckpoint`, which explains them."""
 
-    Args:
-        given: all of them by name.
-    """
-    name = SaveName(given["filename"])
-    problems = broken_rules(_RULES, given) + name.problems()
-    if problems:
-        return problems  # combinations can be judged only if each value is valid
-    monitor, keep_best = given["monitor"], given["keep_best"]
-    if keep_best and monitor is None:
-        problems.append(f"keep_best={keep_best} without monitor (name a logged value: monitor='val_loss')")
-    if monitor is not None and not keep_best:
-        problems.append(f"monitor={monitor!r} with keep_best=0 (set how many of the best to keep: keep_best=1)")
-    keeps_several = given["keep_last"] > 1 or given["keep_every"] is not None or keep_best
-    if keeps_several and "step" not in name.fields:
-        problems.append(
-            f"filename={name.template!r} without {{step}}, while several checkpoints are kept (keep_last, keep_every "
-            "or keep_best): they would overwrite each other; add {step}"
-        )
-    if not any(given[option] for option in _WHEN):
-        problems.append(f"nothing says when to save (give one of {', '.join(_WHEN)})")
-    if given["in_memory_every_n_steps"] is not None and given["save_weights_only"]:
-        problems.append("in_memory_every_n_steps with save_weights_only=True (weights alone cannot be resumed)")
-    return problems
+    dirpath: str | None = None
+    filename: str = "step={step}"
+    _: KW_ONLY
+    every: Literal["auto"] | None = "auto"
+    every_n_steps: int | None = number(None, least=1, unit=_STEPS, null="for off")
+    every_n_seconds: float | None = number(None, above=0, null="for off")
+    every_n_epochs: int | None = number(None, least=1, unit="epochs", null="for off")
+    save_at_end: bool = True
+    save_weights_only: bool = False
+    asynchronous: bool = False
+    keep_last: int = number(1, least=1, unit="checkpoints")
+    keep_every: int | None = number(None, least=1, unit=_STEPS, null="for off")
+    keep_best: int = number(0, unit="checkpoints, 0 for off")
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "min"
+    mtbf: float = number(24.0, above=0, unit="hours")
+    in_memory_every_n_steps: int | None = number(None, least=1, unit=_STEPS, null="for off")
+    on_error: Literal["raise", "warn"] = "raise"
+
+    def option_problems(self) -> list[str]:
+        """Return what is wrong with the options, one message each."""
+        name, keep_best, monitor = SaveName(self.filename), self.keep_best, self.monitor
+        problems = [*value_problems(SaveOptions, vars(self)), *name.problems()]
+        if problems:
+            return problems  # combinations can be judged only if each value is valid
+        if keep_best and monitor is None:
+            problems.append(f"keep_best={keep_best} without monitor (name a logged value: monitor='val_loss')")
+        if monitor is not None and not keep_best:
+            problems.append(f"monitor={monitor!r} with keep_best=0 (set how many of the best to keep: keep_best=1)")
+        keeps_several = self.keep_last > 1 or self.keep_every is not None or keep_best
+        if keeps_several and "step" not in name.fields:
+            problems.append(
+                f"filename={name.template!r} without {{step}}, while several checkpoints are kept (keep_last, "
+                "keep_every or keep_best): they would overwrite each other; add {step}"
+            )
+        if not any(getattr(self, option) for option in _WHEN):
+            problems.append(f"nothing says when to save (give one of {', '.join(_WHEN)})")
+        if self.in_memory_every_n_steps is not None and self.save_weights_only:
+            problems.append("in_memory_every_n_steps with save_weights_only=True (weights alone cannot be resumed)")
+        return problems
 
 
 class SaveName:

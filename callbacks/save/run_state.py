@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from trainwright.callbacks.save.logged import (
     refuse_unlogged,
     warn_of_later_checkpoints,
 )
-from trainwright.callbacks.save.options import SaveName, save_problems
+from trainwright.callbacks.save.options import SaveName, SaveOptions
 from trainwright.callbacks.save.schedule import SaveSchedule
 from trainwright.callbacks.steps import are_synchronous, require_strategy
 from trainwright.checkpoint.exchange.distinct import broadcast_value
@@ -42,6 +42,7 @@ from trainwright.checkpoint.write.asynchronous import AsyncSaver, BlockingSaver,
 from trainwright.checkpoint.write.retention import Retention, may_delete
 from trainwright.checkpoint.write.retention import apply as apply_retention
 from trainwright.checkpoint.write.save import Content
+from trainwright.core.config.options import refuse
 from trainwright.core.errors import CheckpointError, ClearingError
 from trainwright.core.run.phases import SAVING, Phases
 from trainwright.core.run.traits import traits_of
@@ -55,7 +56,7 @@ _TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(eq=False, repr=False)
-class RunStateCheckpoint(Checkpoint):
+class RunStateCheckpoint(SaveOptions, Checkpoint):
     """Saves the whole run state into folders that any layout can read.
 
     Saves happen after an optimizer step, after validation if a value is monitored, and at the end of training. All
@@ -101,29 +102,8 @@ class RunStateCheckpoint(Checkpoint):
     # The strategy may still be receiving the weights of this step.
     looks_at_parameters = False
 
-    dirpath: str | None = None
-    filename: str = "step={step}"
-    _: KW_ONLY
-    every: Literal["auto"] | None = "auto"
-    every_n_steps: int | None = None
-    every_n_seconds: float | None = None
-    every_n_epochs: int | None = None
-    save_at_end: bool = True
-    save_weights_only: bool = False
-    asynchronous: bool = False
-    keep_last: int = 1
-    keep_every: int | None = None
-    keep_best: int = 0
-    monitor: str | None = None
-    mode: Literal["min", "max"] = "min"
-    mtbf: float = 24.0
-    in_memory_every_n_steps: int | None = None
-    on_error: Literal["raise", "warn"] = "raise"
-
     def __post_init__(self) -> None:
-        problems = save_problems(vars(self))
-        if problems:
-            raise ValueError("RunStateCheckpoint: " + "; ".join(problems))
+        refuse(self.option_problems(), "RunStateCheckpoint")
         self.copies: NeighbourCopies | None = None
         self.retention = Retention(self.keep_last, self.keep_every, self.keep_best, self.monitor, self.mode)
         self._name = SaveName(self.filename)

@@ -11,13 +11,19 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright.core.config.options import number, refuse, value_problems
+
 Rate = float | list[float]
 Shape = Literal["log", "linear"]
-SHAPES = ("log", "linear")
+_CHECKED = ("warmup_steps", "shape", "up_steps", "down_steps")
 
 
 class Schedule:
-    """Base of all schedules."""
+    """Base of all schedules: dataclasses whose fields say what they allow."""
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if name in _CHECKED}
+        refuse(value_problems(type(self), given), type(self).__name__)
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """Return the learning rate of the next optimizer step.
@@ -52,13 +58,10 @@ class Warmup(Schedule):
         ValueError: for another `shape`, or negative `warmup_steps`.
     """
 
-    warmup_steps: int = 1000
+    warmup_steps: float = 1000
     lowest: Rate = 0.0
     highest: Rate | None = None
     shape: Shape = "log"
-
-    def __post_init__(self) -> None:
-        _check(self.warmup_steps, self.shape)
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """See :class:`Schedule`."""
@@ -103,14 +106,11 @@ class WarmupCosine(Schedule):
         ValueError: for another `shape`, or negative `warmup_steps`.
     """
 
-    warmup_steps: int = 1000
+    warmup_steps: float = 1000
     total_steps: int = 10000
     first_part: float = 0.0
     last_part: float = 0.0001
     shape: Shape = "log"
-
-    def __post_init__(self) -> None:
-        _check(self.warmup_steps, self.shape)
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """See :class:`Schedule`."""
@@ -148,7 +148,7 @@ class OneCycle(Schedule):
 
     lowest: Rate
     highest: Rate
-    up_steps: float = 2000
+    up_steps: float = number(2000, above=0)
     down_steps: float | None = None
     up_stairs: int = 0
     down_stairs: int | None = None
@@ -158,12 +158,6 @@ class OneCycle(Schedule):
     highest_momentum: Rate = 0.9
     momentum_decay: float = 0.0
     cycle_momentum: bool = True
-
-    def __post_init__(self) -> None:
-        if self.up_steps <= 0 or (self.down_steps is not None and self.down_steps < 0):
-            raise ValueError(
-                f"up_steps={self.up_steps}, down_steps={self.down_steps} (allowed: above 0, such as 2000; at least 0)."
-            )
 
     def rate(self, steps: int, base: float, group: int) -> float:
         """See :class:`Schedule`."""
@@ -227,7 +221,7 @@ class RangeTest(Schedule):
         return _of(self.lowest, group) * (1 + self.growth * (math.floor(intervals) if self.staircase else intervals))
 
 
-def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
+def _warm(steps: int, warmup_steps: float, shape: Shape) -> float:
     """Return the fraction of the warm-up done after `steps` optimizer steps."""
     warmup, index = max(2, warmup_steps), steps - 1
     if index >= warmup:
@@ -239,10 +233,3 @@ def _warm(steps: int, warmup_steps: int, shape: Shape) -> float:
 
 def _of(rate: Rate, group: int) -> float:
     return float(rate[group]) if isinstance(rate, list) else float(rate)
-
-
-def _check(warmup_steps: int, shape: str) -> None:
-    if shape not in SHAPES:
-        raise ValueError(f"shape={shape!r} (allowed: log, linear). Set shape='log'.")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} (allowed: at least 0). Set for example warmup_steps=100.")

@@ -15,6 +15,7 @@ from rich.console import Console
 from trainwright.callbacks.step_clock import StepClock
 from trainwright.callbacks.traffic.communication import Metered, Sums, add_counts
 from trainwright.callbacks.windows import Clocked, Measured
+from trainwright.core.config.options import number, require
 
 FILE = "communication.json"
 
@@ -42,6 +43,7 @@ class CommunicationAdvice(Clocked[StepClock], Metered, Measured):
     """All ranks must be at the same optimizer step."""
 
     def __init__(self, after_steps: int = 20, console: Console | None = None) -> None:
+        require(self, int, number(20, least=1, unit="optimizer steps"), after_steps=after_steps)
         super().__init__(after_steps)
         self.after_steps = after_steps
         self.console = console or Console()

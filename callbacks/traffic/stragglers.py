@@ -15,6 +15,7 @@ from trainwright.callbacks.step_clock import KINDS, StepClock
 from trainwright.callbacks.steps import log_metrics
 from trainwright.callbacks.windows import Clocked, Measured
 from trainwright.checkpoint.exchange.distinct import all_gather_rows
+from trainwright.core.config.options import number, require
 
 # Stragglers named in a message.
 _SHOWN = 8
@@ -112,10 +113,7 @@ class Stragglers(Clocked[StepClock], Measured):
 
     def __init__(self, every_n_steps: int | None = 100, threshold: float = 0.1) -> None:
         super().__init__(every_n_steps)
-        if not 0 < threshold < 1:
-            raise ValueError(
-                f"Stragglers(threshold={threshold}) (allowed: a fraction of a step between 0 and 1, like 0.1)"
-            )
+        require(self, float, number(0.1, above=0, below=1, unit="a fraction of a step"), threshold=threshold)
         self.threshold = threshold
         self.latest: list[StepTimes] = []
         self.stragglers: list[Straggler] = []

@@ -13,6 +13,7 @@ from trainwright.checkpoint.read.find import FoundCheckpoint, list_checkpoints
 from trainwright.checkpoint.store.paths import is_remote, normal_path
 from trainwright.checkpoint.store.presence import is_folder
 from trainwright.checkpoint.store.storage import remove
+from trainwright.core.config.options import number, refuse, value_problems
 from trainwright.core.errors import DamagedCheckpoint
 
 
@@ -32,23 +33,16 @@ class Retention:
         ValueError: if a number is out of range, or ``metric`` is missing.
     """
 
-    keep_last: int | None = 1
-    keep_every: int | None = None
-    keep_best: int = 0
+    keep_last: int | None = number(1, least=1, null="to keep all")
+    keep_every: int | None = number(None, least=1, unit="steps")
+    keep_best: int = number(0, unit="0 is off")
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"keep_last must be 1 or more, or null to keep all, not {self.keep_last}")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every must be a number of steps, 1 or more, or null, not {self.keep_every}")
-        if self.keep_best < 0:
-            raise ValueError(f"keep_best must be 0 (off) or more, not {self.keep_best}")
+        refuse(value_problems(Retention, vars(self)))
         if self.keep_best and not self.metric:
             raise ValueError(f"keep_best={self.keep_best} needs the name of a logged value to rank by (monitor)")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"mode must be min or max, not {self.mode!r}")
 
     def doomed(self, found: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
         """Return the checkpoints that no rule keeps, oldest first.

@@ -1,22 +1,15 @@
-"""Values against the bounds declared in the schema, for every key without a check of its own.
-
-Unless their field says otherwise, numbers are finite and not negative, times are within the range of clocks, and text
-is not empty and printable.
-"""
+"""Values against what the fields of the schema allow."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.core.problems import did_you_mean
+from trainwright.core.config.options import field_problems
 from trainwright.launch.schema import RunConfig
 
-# About 30 years: the clocks of Python and torch's stores reject longer times.
-_MOST_SECONDS = 1e9
-_MOST = 2**63 - 1
 # Keys of type Any that other checks index.
 _GROUPS = ("strategy", "accumulation", "compression", "optimizer")
 
@@ -47,53 +40,8 @@ def _schema_problems(schema: Any, values: Mapping[str, Any], typed: Any, path: s
         part = OmegaConf.get_type(below) if isinstance(below, DictConfig) else hints[item.name]
         if isinstance(value, dict) and is_dataclass(part):
             yield from _schema_problems(part, value, below, f"{key}.")
-        elif isinstance(value, dict) and float in get_args(hints[item.name]):
-            for name, each in value.items():
-                yield from _problem(f"{key}.{name}", each, _number_problem(item, f"{key}.{name}", each))
-        elif isinstance(value, str) and value != "???":
-            yield from _problem(key, value, _text_problem(item, value))
-        else:
-            yield from _problem(key, value, _number_problem(item, key, value))
-
-
-def _problem(key: str, value: Any, problem: str | None) -> Iterator[tuple[str, str]]:
-    if problem is not None:
-        yield key, f"{key}={value}: {problem}"
-
-
-def _number_problem(item: Field[Any], key: str, value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    least, most, above = item.metadata.get("least", 0), item.metadata.get("most"), item.metadata.get("above")
-    is_time = item.name.endswith(("seconds", "timeout"))
-    limit = most if most is not None else _MOST_SECONDS if is_time else _MOST if isinstance(value, int) else math.inf
-    if math.isfinite(value) and least <= value <= limit and (above is None or value > above):
-        return None
-    kind = "a whole number" if isinstance(value, int) else "a finite number"
-    has_upper = math.isfinite(limit) and (most is not None or is_time or value > limit)
-    upper = f" and at most {int(limit)}" if has_upper else ""
-    lower = f"of at least {least:g}" if above is None else f"above {above:g}"
-    return f"must be {kind} {lower}{upper}{_null_hint(item)}{_default_hint(item, key)}"
-
-
-def _default_hint(item: Field[Any], key: str) -> str:
-    is_number = isinstance(item.default, int | float) and not isinstance(item.default, bool)
-    return f"; the default is {key}={item.default}" if is_number else ""
-
-
-def _null_hint(item: Field[Any]) -> str:
-    if "None" not in str(item.type):
-        return ""
-    return ", or null for no limit" if item.name.startswith("max_") else ", or null"
-
-
-def _text_problem(item: Field[Any], value: str) -> str | None:
-    if not value.strip():
-        return "is empty; type a value, null where the key takes it, or leave the key out"
-    if not value.isprintable():
-        return "has characters that cannot be printed; leave them out"
-    words = item.metadata.get("words")
-    return None if words is None or value in words else f"unknown; {did_you_mean(value, words, 'choices')}"
+        elif item.name in values:
+            yield from field_problems(item, hints[item.name], key, value)
 
 
 def _optimizer_problems(options: Any) -> Iterator[tuple[str, str]]:

@@ -3,26 +3,18 @@
 import importlib.util
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.checkpoint.read.candidates import AUTO
-from trainwright.core.config.options import class_of
-from trainwright.core.layout import Layout
 from trainwright.core.processes import machine
 from trainwright.core.run.run_directory import holds_run
 from trainwright.launch.engines import engines
-from trainwright.strategies.averaging.compression.options import (
-    CompressionChoice,
-    choose_compression,
-    compression_problems,
-    message_options,
-    nothing_to_compress,
-    scaled_steps_problem,
-)
-from trainwright.strategies.compose.world import Surroundings, has_world_size, options_of
+from trainwright.strategies.averaging.compression.options import OFF, message_options, nothing_to_compress
+from trainwright.strategies.compose.world import Surroundings, options_of
 from trainwright.strategies.contract.options import StrategyOptions
 
 # Packages that logger classes need; each is an extra of this package too.
@@ -138,14 +130,11 @@ def logger_problems(cfg: DictConfig) -> list[str]:
     return problems
 
 
-def number_problems(cfg: DictConfig) -> list[str]:
-    """Return problems of the number of devices and of the name."""
-    problems = []
-    if cfg.nodes >= 1 and not has_world_size(cfg):
-        problems.append(f"devices={cfg.devices}: must be a whole number of at least 1, or auto; type devices=1")
+def name_problems(cfg: DictConfig) -> list[str]:
+    """Return a problem if the name of the run cannot be that of a directory."""
     if not str(cfg.name).strip() or any(sign in str(cfg.name) for sign in "/\\\0") or cfg.name in (".", ".."):
-        problems.append(f"name={cfg.name!r}: becomes the name of a directory; type letters, digits, - and _")
-    return problems
+        return [f"name={cfg.name!r}: becomes the name of a directory; type letters, digits, - and _"]
+    return []
 
 
 def data_problems(cfg: DictConfig) -> list[str]:
@@ -165,45 +154,31 @@ def end_problems(cfg: DictConfig, verb: str) -> list[str]:
     return ["max_steps and max_epochs are both null, so the run would never end; type max_steps=1000 or max_epochs=10"]
 
 
-_ADAM = ("Adam", "AdamW")
+def compression_refusals(cfg: DictConfig, options: StrategyOptions | None) -> Iterator[str]:
+    """Yield what the group `compression`, which sets that option of the strategy, cannot be combined with."""
+    name, own = cfg.compression.name, cfg.strategy.get("compression")
+    if name == OFF:
+        return
+    if options is None:
+        given = f"compression={name} with {cfg.strategy.get('_target_') or 'a strategy without class'}"
+        yield f"{given}: only strategies built on this project's compress; type strategy=ddp, or compression=none"
+    elif own is not None:
+        yield (
+            f"compression={name} with strategy.compression={own}: both set the compression of the same messages; type "
+            "compression=none, or strategy.compression=null"
+        )
+    elif options.averages_gradients and not hasattr(options, "compression"):
+        yield nothing_to_compress(name)
 
 
-def compression_refusals(cfg: DictConfig, options: StrategyOptions | None, layout: Layout | None) -> list[str]:
-    """Return the problems of `compression`.
-
-    Args:
-        cfg: the resolved configuration.
-        options: of the strategy; None = of a class outside this project.
-        layout: with all sizes resolved; None = unknown, or refused elsewhere.
-    """
-    given = compression_of(cfg, options)
-    problems = compression_problems(given)
-    choice = None if problems else choose_compression(given)
-    return problems if choice is None else [*problems, *_choice_problems(cfg, choice, options, layout)]
+def with_compression(cfg: DictConfig, options: StrategyOptions | None) -> StrategyOptions | None:
+    """Return the options with what the group `compression` sets."""
+    if cfg.compression.name == OFF or options is None or not hasattr(options, "compression"):
+        return options
+    return replace(options, compression=compression_of(cfg, options))  # type: ignore[call-arg]
 
 
 def compression_of(cfg: DictConfig, options: StrategyOptions | None) -> dict[str, Any]:
     """Return the argument `compression` of a strategy, from the group of that name."""
     plain: Any = OmegaConf.to_container(cfg.compression)
     return dict(plain) if options is None or options.averages_gradients else message_options(plain)
-
-
-def _choice_problems(
-    cfg: DictConfig, choice: CompressionChoice, options: StrategyOptions | None, layout: Layout | None
-) -> Iterator[str]:
-    if options is None:
-        given = f"compression={choice.name} with {cfg.strategy.get('_target_') or 'a strategy without class'}"
-        yield f"{given}: only strategies built on this project's compress; type strategy=ddp, or compression=none"
-        return
-    if not options.averages_gradients:
-        return  # these send something other than gradients, and check compression themselves
-    if layout is not None and layout.replicate == 1:
-        yield nothing_to_compress(choice.name)
-    if not choice.needs_adam:
-        return
-    if cfg.precision == "16-mixed":
-        yield scaled_steps_problem(choice)
-    optimizer = class_of(cfg.optimizer)
-    if optimizer and optimizer not in _ADAM:
-        others = f"{choice.instead.removeprefix('type ')} or compression=powersgd"
-        yield f"{choice.asked} with the optimizer {optimizer}: made for Adam; type optimizer=adamw, or {others}"

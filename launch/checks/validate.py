@@ -25,15 +25,15 @@ from trainwright.launch.checks.check_run import (
     launch_problems,
     logger_problems,
     module_problems,
-    number_problems,
+    name_problems,
     run_dir_problems,
+    with_compression,
 )
 from trainwright.launch.engines import engines
 from trainwright.launch.engines.engines import variable_problems
 from trainwright.launch.outcome.interruption import preemption_refusals
 from trainwright.launch.recovery.check_recovery import recovery_problems, restart_problems
 from trainwright.launch.recovery.check_resume import resume_problems
-from trainwright.launch.watchdog.boxes import hang_problems
 from trainwright.strategies.compose.check_strategy import (
     batch_problems,
     least_micro_batch,
@@ -64,7 +64,7 @@ def validate(cfg: DictConfig, surroundings: Surroundings) -> list[str]:
     bounds = bound_problems(cfg, absent)
     if not _DECISIVE.isdisjoint(bounds):
         return [*problems, *bounds.values()]
-    options = options_of(plain.strategy)
+    options = with_compression(plain, options_of(plain.strategy))
     run = planned_run(plain, surroundings, options)
     for check in _checks(plain, surroundings, run, options):
         try:
@@ -100,7 +100,7 @@ def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[
         cfg = resolved(cfg)
     except ConfigError as error:
         return [*problems, *error.problems]
-    problems += [*module_problems(cfg), *number_problems(cfg)]
+    problems += [*module_problems(cfg), *name_problems(cfg)]
     problems += [*device_problems(cfg, surroundings), *launch_problems(cfg, surroundings)]
     return [*problems, *_targets(cfg)]
 
@@ -144,7 +144,7 @@ def _checks(
         lambda: module_problems(cfg),
         lambda: callback_problems(cfg),
         lambda: logger_problems(cfg),
-        lambda: number_problems(cfg),
+        lambda: name_problems(cfg),
         lambda: device_problems(cfg, surroundings),
         lambda: profile_problems(cfg),
         lambda: launch_problems(cfg, surroundings),
@@ -152,7 +152,6 @@ def _checks(
         lambda: run_dir_problems(cfg, verb),
         lambda: resume_problems(cfg, verb),
         lambda: restart_problems(cfg, verb, surroundings.world_size is not None and not engines.uses_engine(cfg)),
-        lambda: hang_problems(cfg),
         lambda: preemption_refusals(cfg, verb),
         lambda: guard_refusals(cfg),
         lambda: data_problems(cfg),
@@ -161,7 +160,7 @@ def _checks(
         lambda: batch_problems(cfg, run, options),
         lambda: pipeline_batch_problems(cfg, run, options),
         lambda: balance_problems(cfg, options, layout, least_micro_batch(run, options)),
-        lambda: compression_refusals(cfg, options, layout),
+        lambda: compression_refusals(cfg, options),
         lambda: recovery_problems(cfg, verb, options, layout, run.has_launcher),
         lambda: inject_problems(cfg, verb, run.world_size, 0 if options is None else options.serving_ranks),
     ]

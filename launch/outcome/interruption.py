@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.callbacks.end.options import preemption_problems
+from trainwright.callbacks.end.options import PreemptionOptions
 from trainwright.callbacks.end.requeue import job_of
 from trainwright.core.run.interrupt import Interrupted
 
@@ -84,7 +84,8 @@ def preemption_refusals(cfg: DictConfig, verb: str, environment: Mapping[str, st
         environment: variables of this process; None = as they are.
     """
     options: Any = OmegaConf.to_container(cfg.preemption)
-    found = [f"preemption.{problem}" for problem in preemption_problems(options)]
+    options.pop("_target_")
+    found = list(PreemptionOptions(**options).option_problems("preemption."))
     return found + list(_requeue_problems(cfg, verb, os.environ if environment is None else environment))
 
 

@@ -12,13 +12,10 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from trainwright.core.config.option_rules import is_positive
 from trainwright.core.run import phases
 
 # Phases beyond those of trainwright.core.run.phases. The first batch of an epoch starts worker processes.
@@ -188,6 +185,9 @@ _AT_ONCE = frozenset(_INDEX[name] for name in PHASES if name not in _STEPS + _NO
 _LEARNED = frozenset(_INDEX[name] for name in PHASES if name not in _NOT_LEARNED)
 
 
+AUTO = "auto"
+
+
 @dataclass(frozen=True)
 class HangLimits:
     """Seconds without progress after which a rank counts as hanging.
@@ -212,15 +212,8 @@ class HangLimits:
     def of(
         cls, hang_timeout: str | float, safety_factor: float, floor_seconds: float, first_timeout: float
     ) -> HangLimits:
-        """Return the limits for the user's options, where ``hang_timeout`` is ``"auto"`` or a number of seconds.
-
-        Raises:
-            ValueError: with what is out of range.
-        """
-        problems = list(limit_problems(hang_timeout, safety_factor, floor_seconds, first_timeout))
-        if problems:
-            raise ValueError("; ".join(problems))
-        fixed = None if hang_timeout == "auto" else float(hang_timeout)
+        """Return the limits for the user's options, where ``hang_timeout`` is ``"auto"`` or a number of seconds."""
+        fixed = None if hang_timeout == AUTO else float(hang_timeout)
         return cls(fixed, safety_factor, floor_seconds, first_timeout)
 
     def limit(self, phase: str, ranks: Iterable[Progress]) -> float:
@@ -242,37 +235,3 @@ class HangLimits:
     def pause(self) -> float:
         """Return the seconds between questions to ranks that had a reason for being slow."""
         return min(self.floor_seconds, self.fixed or self.floor_seconds)
-
-
-def limit_problems(timeout: object, safety_factor: float, floor_seconds: float, first_timeout: float) -> Iterator[str]:
-    """Yield what is out of range, by the names of the Watchdog's arguments.
-
-    Args:
-        timeout: ``"auto"`` or a number of seconds.
-        safety_factor: as in :class:`HangLimits`, like the rest.
-    """
-    if timeout != "auto" and not is_positive(timeout):
-        yield f"hang_timeout={timeout}: must be auto (learned), a number of seconds above 0, or null (None) for off"
-    if safety_factor < 1:
-        yield (
-            f"safety_factor={safety_factor:g}: must be at least 1, or what took long once would be a hang the next "
-            "time; 5 is the default"
-        )
-    for name, seconds in (("floor_seconds", floor_seconds), ("first_timeout", first_timeout)):
-        if seconds <= 0:
-            yield f"{name}={seconds:g}: must be a number of seconds above 0"
-
-
-AUTO = "auto"
-
-
-def hang_problems(cfg: DictConfig) -> list[str]:
-    """Return the problems of the hang options of `launch`.
-
-    Args:
-        cfg: the resolved configuration.
-    """
-    launch = cfg.launch
-    timeout = AUTO if launch.hang_timeout is None else launch.hang_timeout
-    given = timeout, launch.hang_safety_factor, launch.hang_floor_seconds, launch.hang_first_timeout
-    return [f"launch.hang_{problem.removeprefix('hang_')}" for problem in limit_problems(*given)]

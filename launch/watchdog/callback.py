@@ -1,14 +1,17 @@
 """The watchdog's callback in each rank: it reports progress and answers questions."""
 
 import json
+import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from trainwright.callbacks.monitor.hook_phases import phases_of
+from trainwright.core.config.options import number, refuse, value_problems
 from trainwright.core.run import phases
 from trainwright.launch.watchdog.answers import Answerer
 from trainwright.launch.watchdog.boxes import ENDING, EVALUATION, EVALUATION_END, FIRST_DATA, HangLimits, ProgressBox
@@ -24,6 +27,7 @@ def _starts(phase: str) -> Any:
     return lambda self, *_: self._begin(phase)
 
 
+@dataclass(eq=False, repr=False)
 class Watchdog(Callback):
     """Callback that detects a hang, reports which rank blocks which others in which call, and kills that rank.
 
@@ -51,16 +55,16 @@ class Watchdog(Callback):
         ValueError: if one of them is out of range.
     """
 
-    def __init__(
-        self,
-        hang_timeout: str | float | None = "auto",
-        safety_factor: float = 5.0,
-        floor_seconds: float = 30.0,
-        first_timeout: float = 1800.0,
-    ) -> None:
-        self.limits = (
-            None if hang_timeout is None else HangLimits.of(hang_timeout, safety_factor, floor_seconds, first_timeout)
-        )
+    hang_timeout: str | float | None = number("auto", "auto", above=0, unit="seconds", null="for off")
+    safety_factor: float = number(5.0, least=1, unit="below 1, what took long once would be a hang the next time")
+    floor_seconds: float = number(30.0, above=0, most=math.inf)
+    first_timeout: float = number(1800.0, above=0, most=math.inf)
+
+    def __post_init__(self) -> None:
+        refuse(value_problems(Watchdog, vars(self)), "Watchdog")
+        self.limits: HangLimits | None = None
+        if self.hang_timeout is not None:
+            self.limits = HangLimits.of(self.hang_timeout, self.safety_factor, self.floor_seconds, self.first_timeout)
         self._box: ProgressBox | None = None
         self._answerer: Answerer | None = None
         self._end_listening: Callable[[], None] = lambda: None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
+
+from trainwright import number, value_problems
 
 
-class Sampling(NamedTuple):
+@dataclass(frozen=True)
+class Sampling:
     """Options of continuing a text.
 
     Attributes:
@@ -16,23 +20,15 @@ class Sampling(NamedTuple):
         seed: of sampling. Each prompt has its own generator, so results do not depend on layout and batch size.
     """
 
-    max_new_tokens: int = 100
-    temperature: float = 0.0
-    top_p: float = 1.0
+    max_new_tokens: int = number(100, least=1)
+    temperature: float = number(0.0, most=float("inf"), unit="0 for greedy")
+    top_p: float = number(1.0, above=0, most=1, unit="1 for off")
     seed: int = 0
 
     def problems(self) -> list[str]:
         """Return values out of range, each with a remedy."""
-        found = []
-        if not _is_count(self.max_new_tokens):
-            found.append(
-                f"max_new_tokens={self.max_new_tokens} (allowed: a whole number of at least 1). Type max_new_tokens=100"
-            )
-        if not _is_number(self.temperature) or self.temperature < 0:
-            found.append(f"temperature={self.temperature} (allowed: 0 or more). Type temperature=0.8, or 0 for greedy")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            found.append(f"top_p={self.top_p} (allowed: more than 0, at most 1). Type top_p=0.9, or 1 for off")
-        elif self.top_p < 1 and self.temperature == 0:
+        found = list(value_problems(Sampling, vars(self)))
+        if not found and self.top_p < 1 and self.temperature == 0:
             found.append(f"top_p={self.top_p} with temperature=0, which does not sample. Type temperature=1 as well")
         return found
 
@@ -51,14 +47,6 @@ def check(config: Mapping[str, Any], num_data_ranks: int) -> list[str]:
         problems.append(
             f"prompt={list(data['prompts'])} (allowed: texts of at least one character). Type prompt='Once'"
         )
-    if not _is_count(data["batch_size"]):
+    if type(data["batch_size"]) is not int or data["batch_size"] < 1:
         problems.append(f"batch_size={data['batch_size']} (allowed: a whole number of at least 1). Type batch_size=8")
     return problems
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

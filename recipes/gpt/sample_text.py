@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from trainwright import checked, number, value_problems
 from trainwright.recipes.generation.generate import continued
 from trainwright.recipes.generation.sampling import Sampling
 from trainwright.recipes.language_model import LanguageModule
 
 
+@dataclass(eq=False, repr=False)
 class SampleText(Callback):
     """Print a sample when training ends, write it to ``sample.txt`` in the run directory and to TensorBoard.
 
@@ -33,20 +36,15 @@ class SampleText(Callback):
         ValueError: if an argument is out of its range.
     """
 
-    def __init__(self, length: int = 400, temperature: float = 0.8, prompt: str | None = "\n", seed: int = 0) -> None:
-        problems = []
-        if length < 0:
-            problems.append(f"length={length} (allowed: 0 or more tokens)")
-        if temperature < 0:
-            problems.append(f"temperature={temperature} (allowed: 0 or more)")
-        if prompt == "":
-            problems.append("prompt='' (allowed: at least one character)")
+    length: int = number(400, unit="tokens")
+    temperature: float = number(0.8)
+    prompt: str | None = checked("\n", lambda prompt: prompt != "", "at least one character")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = list(value_problems(SampleText, vars(self)))
         if problems:
             raise ValueError(f"Impossible sample: {'; '.join(problems)}.")
-        self.length = length
-        self.temperature = temperature
-        self.prompt = prompt
-        self.seed = seed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a module that is not a ``LanguageModule``.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainwright.callbacks.save.run_state import RunStateCheckpoint
     from trainwright.command.run import run
     from trainwright.command.schema.compose import compose
+    from trainwright.core.config.options import checked, number, value_problems, word
     from trainwright.core.errors import CheckpointError, DamagedCheckpoint
     from trainwright.core.layout import Layout
     from trainwright.core.problems import DivergedError
@@ -71,11 +72,15 @@ _LOCATIONS = {
     "DealtStream": "trainwright.trainer.data.streams.dealt",
     "ShardedStream": "trainwright.trainer.data.streams.sharded",
     "Watchdog": "trainwright.launch.watchdog.callback",
+    "checked": "trainwright.core.config.options",
     "compose": "trainwright.command.schema.compose",
     "document_attention": "trainwright.strategies.context.documents",
     "document_mask": "trainwright.strategies.context.documents",
+    "number": "trainwright.core.config.options",
     "options_of": "trainwright.strategies.compose.world",
     "run": "trainwright.command.run",
+    "value_problems": "trainwright.core.config.options",
+    "word": "trainwright.core.config.options",
 }
 
 __all__ = [
@@ -109,11 +114,15 @@ __all__ = [
     "ZeroOptions",
     "ZeroStrategy",
     "__version__",
+    "checked",
     "compose",
     "document_attention",
     "document_mask",
+    "number",
     "options_of",
     "run",
+    "value_problems",
+    "word",
 ]
 
 

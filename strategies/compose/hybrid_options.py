@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.core.config.options import class_of, is_whole
+from trainwright.core.config.options import class_of, number
+from trainwright.core.config.override_words import typed
 from trainwright.core.layout import Layout
-from trainwright.strategies.compose.engine_options import EngineOptions
+from trainwright.core.problems import did_you_mean
+from trainwright.strategies.compose.engine_options import EngineOptions, is_split
 from trainwright.strategies.compose.rules import (
     PLAN_PARTS,
     averaging_problem,
@@ -18,12 +20,11 @@ from trainwright.strategies.compose.rules import (
     optimizer_problem,
     sync_batchnorm_problem,
 )
-from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun, as_typed, number, unknown_word
+from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
 from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.parameter_server.tables.placement import placement_problems, placement_run_problems
 from trainwright.strategies.pipeline.schedules import CHOICES, can_run
 
-ATTENTION = ("ring", "ulysses", "gather")
 # Option -> the axis that it needs, and its effect.
 AXIS_OPTIONS: Mapping[str, tuple[str, str]] = {
     "schedule": ("pipeline", "it orders the work of pipeline stages"),
@@ -45,7 +46,7 @@ class HybridOptions(EngineOptions, ZeroOptions):
 
     _target_: str = "trainwright.strategies.compose.hybrid.HybridStrategy"
     # ZeRO stage on shard x context.
-    stage: int = 3
+    stage: int = number(3, least=1, most=3)
     # Ranks with different stages of the model; -1 = the rest, 1 = off.
     pipeline: int = number(1, least=-1)
     # Ranks that split the sequence of the same samples; -1 = the rest, 1 = off.
@@ -58,7 +59,7 @@ class HybridOptions(EngineOptions, ZeroOptions):
     # counts; null = as in the layout. Like {embedding.*:parameter_server,*:shard}.
     placement: Any = None
     # With placement: number of parameter servers, one on each of the first ranks.
-    table_servers: int = 1
+    table_servers: int = number(1, least=1)
     # With placement: network interface of the servers; null = the loopback address only, for one machine.
     interface: str | None = None
 
@@ -85,38 +86,14 @@ class HybridOptions(EngineOptions, ZeroOptions):
         """Return one sample per micro-batch of a pipeline."""
         return 1 if layout.pipeline == 1 else self.micro_batches_for(layout.pipeline)
 
-    # ---- values ---------------------------------------------------------------------------------------------------
-
-    def problems(self) -> Iterator[str]:
-        """See the base class."""
-        yield from super().problems()
-        yield from unknown_word("schedule", self.schedule, CHOICES)
-        yield from unknown_word("attention", self.attention, ATTENTION)
-        if self.stage_dtype is not None:
-            yield from unknown_word("stage_dtype", self.stage_dtype, ("bf16", "fp16"))
-        for option in ("micro_batches", "stages_per_rank"):
-            given = getattr(self, option)
-            if given is not None and not is_whole(given, 1):
-                yield f"strategy.{option}={given}: must be a whole number of at least 1, or null for the default"
-        if self.split != "balanced" and not _is_split(self.split):
-            yield (
-                f"strategy.split={self.split}: must be balanced, or the number of blocks of each stage, at least 1 "
-                "each, such as strategy.split=[3,5]"
-            )
-        dims: Any = self.batch_dims.items()
-        wrong = {path: dim for path, dim in dims if isinstance(dim, bool) or not isinstance(dim, int | None)}
-        if wrong:
-            yield (
-                f"strategy.batch_dims={wrong}: each dim must be a whole number, or null to give the tensor whole to "
-                "every micro-batch"
-            )
-
     # ---- under a layout -------------------------------------------------------------------------------------------
 
     def layout_problems(self, layout: Layout) -> Iterator[str]:
         """See the base class."""
         yield from super().layout_problems(layout)
         yield from self._without_effect(layout)
+        if any(self.value_problems()):
+            return  # the rest computes with the values
         yield from self._pipeline_problems(layout)
         alone = layout.replicate == layout.shard == layout.context == 1
         if self.offload == "parameters" and self.stage == 3 and alone and cuts_module(layout):
@@ -133,13 +110,13 @@ class HybridOptions(EngineOptions, ZeroOptions):
             given = getattr(self, option)
             if getattr(layout, axis) == 1 and given is not None and given != getattr(defaults, option):
                 yield (
-                    f"strategy.{option}={as_typed(given)} with {axis}=1 has no effect: {what}. Leave it out, or type "
+                    f"strategy.{option}={typed(given)} with {axis}=1 has no effect: {what}. Leave it out, or type "
                     f"strategy.{axis}=2"
                 )
 
     def _pipeline_problems(self, layout: Layout) -> Iterator[str]:
         schedule, per_rank, pipeline = self.schedule, self.stages_per_rank, layout.pipeline
-        if pipeline == 1 or schedule not in CHOICES:
+        if pipeline == 1:
             return
         choice = CHOICES[schedule]
         if choice.splits_backward and self.compile:
@@ -148,34 +125,35 @@ class HybridOptions(EngineOptions, ZeroOptions):
                 "separately, which compiled blocks do not support. Type strategy.compile=false, or "
                 "strategy.schedule=interleaved_1f1b"
             )
-        if is_whole(per_rank, 1) and choice.fixed and per_rank != choice.stages_per_rank:
+        if per_rank is not None and choice.fixed and per_rank != choice.stages_per_rank:
             several = ", or choose one that takes several: " + ", ".join(n for n, c in CHOICES.items() if not c.fixed)
             yield (
                 f"strategy.stages_per_rank={per_rank} with strategy.schedule={schedule}, which has exactly "
                 f"{choice.stages_per_rank}; leave stages_per_rank out{several}"
             )
-        elif pipeline != -1 and (per_rank is None or is_whole(per_rank, 1)):
+        elif pipeline != -1:
             yield from self._stage_problems(pipeline, self.stages(pipeline))
 
     def _stage_problems(self, pipeline: int, stages: int) -> Iterator[str]:
         schedule, parts, split = self.schedule, self.micro_batches, self.split
-        if parts is not None and is_whole(parts, 1) and not can_run(schedule, parts, pipeline, stages):
+        if parts is not None and not can_run(schedule, parts, pipeline, stages):
             possible = [m for m in range(1, 4 * stages + 1) if can_run(schedule, m, pipeline, stages)][:8]
             yield (
                 f"strategy.micro_batches={parts} with strategy.schedule={schedule} on {pipeline} ranks with {stages} "
                 f"stages: allowed are {', '.join(map(str, possible))}, ...; type "
                 f"strategy.micro_batches={possible[-1]}"
             )
-        if _is_split(split) and len(split) != stages:
+        if is_split(split) and len(split) != stages:
             yield (
-                f"strategy.split={as_typed(split)} names {len(split)} stages, but {pipeline} ranks with "
+                f"strategy.split={typed(split)} names {len(split)} stages, but {pipeline} ranks with "
                 f"{stages // pipeline} each make {stages}; give {stages} numbers, or leave split out"
             )
 
     def _plan_problems(self, layout: Layout) -> Iterator[str]:
         plan = {part: value for part, value in self.plan.items() if value is not None}
         for part in plan:
-            yield from unknown_word(f"plan.{part}", part, PLAN_PARTS) if part not in PLAN_PARTS else ()
+            if part not in PLAN_PARTS:
+                yield f"strategy.plan.{part}: there is no such part; {did_you_mean(part, PLAN_PARTS, 'parts')}"
         if plan and not cuts_module(layout):
             yield (
                 "strategy.plan with pipeline, context, tensor and expert all 1 has no effect: it defines where the "
@@ -222,7 +200,8 @@ class HybridOptions(EngineOptions, ZeroOptions):
         from trainwright.strategies.compose.model_plan import plan_for
 
         found = [] if module.automatic_optimization else manual_optimization_problems(layout, self.sequence_parallel)
-        options = self if not [*self.problems(), *self.layout_problems(layout)] else self._of_the_model()
+        is_refused = any(self.problems()) or any(self.layout_problems(layout))
+        options = self._of_the_model() if is_refused else self
         try:
             found += problems_of(module, plan_for(module, layout, options), layout, options)
         except ValueError as error:
@@ -243,9 +222,3 @@ def sequence_length(cfg: Any) -> int | None:
     config = module.get("config")
     given = {data, module.get("seq_len"), config.get("seq_len") if hasattr(config, "get") else None}
     return data if isinstance(data, int) and given - {None} == {data} else None
-
-
-def _is_split(split: object) -> bool:
-    if not isinstance(split, Sequence) or isinstance(split, str):
-        return False
-    return len(split) > 0 and all(is_whole(each, 1) for each in split)

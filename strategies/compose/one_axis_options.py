@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainwright.core.config.options import number
 from trainwright.strategies.compose.hybrid_options import HybridOptions
-from trainwright.strategies.contract.options import number
 
 
 @dataclass

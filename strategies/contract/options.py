@@ -7,30 +7,15 @@ facts about the strategy.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from trainwright.core.config.options import class_of
+from trainwright.core.config.options import checked, class_of, value_problems, word
 from trainwright.core.layout import Layout
 
-MISSING = "???"
-"""OmegaConf's marker of a mandatory value."""
-CERTIFICATES = ("refuse", "warn", "off")
-CHECKPOINTINGS = ("none", "full", "selective")
 # Lightning's; ranks refuse their subclasses.
 AVERAGING_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
-
-
-def number(default: Any, *, least: float = 0, most: float | None = None, above: float | None = None) -> Any:
-    """Return a numeric field with bounds: ``least`` and ``most`` are inclusive, ``above`` is exclusive."""
-    return field(default=default, metadata={"least": least, "most": most, "above": above})
-
-
-def word(default: str | None, *allowed: str) -> Any:
-    """Return a field that takes one of the ``allowed`` words."""
-    return field(default=default, metadata={"words": allowed})
 
 
 @dataclass(frozen=True)
@@ -75,14 +60,16 @@ class StrategyOptions:
     blocks: list[str] | None = None
     # Recompute activations in the backward pass to save memory: none, full (every block) or selective (the modules
     # that checkpoint_modules names).
-    activation_checkpointing: str = "none"
+    activation_checkpointing: str = word("none", "none", "full", "selective")
     # Names (patterns with *) of the modules to recompute with activation_checkpointing=selective; null = none.
     checkpoint_modules: list[str] | None = None
     # Compile each block with torch.compile; false = off.
-    compile: bool = False
+    compile: bool = checked(
+        False, lambda given: isinstance(given, bool | Mapping), "true, false or what torch.compile takes"
+    )
     # Before the first step, compare losses and gradients of a layout that splits the module with those of the module as
     # written: refuse (end the run if they differ by more than rounding), warn or off.
-    certificate: str = "refuse"
+    certificate: str = word("refuse", "refuse", "warn", "off")
     # Checks of the configuration before a process starts, as package.module:function, for custom strategies; [] = none.
     # They are not passed to the strategy's class.
     checks: list[str] = field(default_factory=list)
@@ -164,11 +151,18 @@ class StrategyOptions:
 
     # ---- what is refused ------------------------------------------------------------------------------------------
 
+    def value_problems(self) -> Iterator[str]:
+        """Yield the values that their fields do not allow."""
+        return value_problems(type(self), vars(self), "strategy.")
+
     def problems(self) -> Iterator[str]:
-        """Yield problems of the values, alone and combined: each states what is allowed and what to type."""
+        """Yield problems of the values, alone and combined: each states what is allowed and what to type.
+
+        What a field allows by itself is declared by it (:mod:`trainwright.core.config.options`); only combinations are
+        left to check, and may be of values that are refused already.
+        """
+        yield from self.value_problems()
         mode, modules = self.activation_checkpointing, self.checkpoint_modules
-        yield from unknown_word("activation_checkpointing", mode, CHECKPOINTINGS)
-        yield from unknown_word("certificate", self.certificate, CERTIFICATES)
         if mode == "selective" and not modules:
             yield (
                 "strategy.activation_checkpointing=selective: which modules? Type "
@@ -201,19 +195,3 @@ class StrategyOptions:
             build: returns the module on the meta device, or ``None`` if it cannot be built there. Imports torch.
         """
         yield from ()
-
-
-def unknown_word(option: str, given: Any, allowed: Iterable[Any]) -> Iterator[str]:
-    """Yield a problem if ``given`` is not one of the ``allowed`` words."""
-    names = [str(each) for each in allowed]
-    if str(given) not in names:
-        near = difflib.get_close_matches(str(given), names, n=1)
-        question = f"did you mean {near[0]}? " if near else ""
-        yield f"strategy.{option}={given}: unknown; {question}allowed: {', '.join(names)}"
-
-
-def as_typed(value: Any) -> str:
-    """Format a value as typed on the command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(list(value)).replace(" ", "") if isinstance(value, (list, tuple)) else str(value)

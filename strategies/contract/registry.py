@@ -8,13 +8,13 @@ To add one, add a line here, or an entry point in the ``pyproject.toml`` of anot
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any
 
+from trainwright.core.problems import nearest
 from trainwright.strategies.contract.options import StrategyOptions
 
 GROUP = "trainwright.strategies"
@@ -67,8 +67,8 @@ def strategy_options(name: str) -> type[StrategyOptions]:
     others = options_of_others()
     if name not in others:
         names = strategy_names()
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest(name, names)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise ValueError(f"Unknown strategy {name!r}.{hint} Available: {', '.join(names)}.")
     return others[name]
 

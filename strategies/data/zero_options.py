@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainwright.core.config.options import is_whole
+from trainwright.core.config.options import number, word
+from trainwright.core.config.override_words import typed
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.options import AveragedOptions
-from trainwright.strategies.contract.options import PlannedRun, as_typed, number, unknown_word
+from trainwright.strategies.contract.options import PlannedRun
 
-STAGES = (1, 2, 3)
-DTYPES = ("fp32", "bf16", "fp16")
+_DTYPES = ("fp32", "bf16", "fp16")
 _AUTOCAST = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 OFFLOADS = ("none", "optimizer", "parameters")
 
@@ -22,28 +22,28 @@ class ZeroOptions(AveragedOptions):
 
     _target_: str = "trainwright.strategies.data.zero.ZeroStrategy"
     # What is sharded: 1 = optimizer state, 2 = and gradients, 3 = and parameters.
-    stage: int = 3
+    stage: int = number(3, least=1, most=3)
     # Number of copies of the sharded state (ranks); -1 = the rest, 1 = no copies.
     replicate: int = number(1, least=-1)
     # Number of ranks that share one copy; -1 = the rest, 1 = nothing is sharded.
     shard: int = number(-1, least=-1)
     # State kept in host memory between steps: none, optimizer (its state) or parameters (stage 3 only).
-    offload: str = "none"
+    offload: str = word("none", *OFFLOADS)
     # Keep whole gradients while accumulating, so that only the last micro-batch communicates (stages 2 and 3; faster,
     # more memory); false = off.
     no_sync_accumulation: bool = False
     # Accept parameters unused in a step (stages 1 and 2); false = off, such a parameter is an error.
     find_unused_parameters: bool = False
     # Largest bucket of gradients sent at once (stages 1 and 2), in MiB; small models use smaller ones.
-    bucket_mib: float | None = 25.0
+    bucket_mib: float | None = number(25.0, above=0, unit="MiB")
     # Blocks gathered ahead of the one that computes (stage 3), each using memory; 0 = none, null = FSDP2's default (1
     # on CUDA, 0 on the CPU), or the choice of communication=auto.
-    prefetch: int | None = None
+    prefetch: int | None = number(None, unit="blocks, 0 for none", null="for the default")
     # Dtype of all-gathers of block matrices in stage 3 with precision=bf16-mixed or 16-mixed: fp32, or its bf16 or
     # fp16; null = 16 bit for matrices that autocast rounds anyway, so results stay the same.
-    param_dtype: str | None = None
+    param_dtype: str | None = word(None, *_DTYPES)
     # Dtype of gradient sums along the shard axis (and over replicas in stage 3): fp32, bf16 or fp16; null = as stored.
-    reduce_dtype: str | None = None
+    reduce_dtype: str | None = word(None, *_DTYPES)
 
     @property
     def planned_as(self) -> str | None:
@@ -58,16 +58,6 @@ class ZeroOptions(AveragedOptions):
     def problems(self) -> Iterator[str]:
         """See the base class."""
         yield from super().problems()
-        yield from unknown_word("stage", self.stage, STAGES)
-        yield from unknown_word("offload", self.offload, OFFLOADS)
-        if self.prefetch is not None and not is_whole(self.prefetch, 0):
-            yield f"strategy.prefetch={self.prefetch}: must be a whole number of blocks, 0 for none; leave it out for 1"
-        for name in ("param_dtype", "reduce_dtype"):
-            if getattr(self, name) is not None:
-                yield from unknown_word(name, getattr(self, name), DTYPES)
-        yield from self._unused_in_stage()
-
-    def _unused_in_stage(self) -> Iterator[str]:
         is_whole_module = self.stage != 3
         for option, is_unused, stage, why in (
             ("offload", self.offload == "parameters" and is_whole_module, 3, "only stage 3 shards parameters"),
@@ -79,7 +69,7 @@ class ZeroOptions(AveragedOptions):
             given = getattr(self, option)
             if is_unused and given is not None and given is not False:
                 yield (
-                    f"strategy.{option}={as_typed(given)} with stage {self.stage} has no effect: {why}; type "
+                    f"strategy.{option}={typed(given)} with stage {self.stage} has no effect: {why}; type "
                     f"strategy.stage={stage} (or strategy=zero{stage}), or leave it out"
                 )
 
@@ -121,14 +111,14 @@ class ZeroOptions(AveragedOptions):
 class Zero1Options(ZeroOptions):
     """`strategy=zero1`."""
 
-    stage: int = 1
+    stage: int = number(1, least=1, most=3)
 
 
 @dataclass
 class Zero2Options(ZeroOptions):
     """`strategy=zero2`."""
 
-    stage: int = 2
+    stage: int = number(2, least=1, most=3)
 
 
 @dataclass

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trainwright.core.config.options import is_number, is_whole
+from trainwright.core.config.options import number
+from trainwright.core.config.override_words import typed
 from trainwright.strategies.averaging.compression.options import OFF as UNCOMPRESSED
-from trainwright.strategies.averaging.compression.options import compression_problems
+from trainwright.strategies.averaging.compression.options import ONLY_OF_AVERAGES
 from trainwright.strategies.compose.hybrid_options import HybridOptions
 from trainwright.strategies.contract.communication.options import OFF
-from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun, as_typed, number
+from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
 
 MANUAL_OPTIMIZATION = (
     "local updates count the optimizer steps of the Trainer, but this module makes its own (automatic_optimization = "
@@ -23,12 +24,7 @@ SYNC_BATCHNORM = (
     "avoid. Leave it out: running statistics are averaged whenever replicas are synchronized"
 )
 """Error for synchronized BatchNorm."""
-_COUNTS = (
-    ("sync_every", 1, "optimizer steps between synchronizations"),
-    ("warmup_steps", 0, "first optimizer steps, with averaged gradients, 0 is off"),
-    ("fragments", 1, "parts of the model that are synchronized in turn, 1 is the whole model"),
-    ("overlap_steps", 0, "optimizer steps that an average may overlap with, 0 is off"),
-)
+_BETWEEN = "optimizer steps between synchronizations"
 
 
 @dataclass
@@ -40,9 +36,9 @@ class LocalUpdateOptions(HybridOptions):
     # Ranks that share the state of one replica; -1 = the rest, 1 = nothing is sharded.
     shard: int = number(1, least=-1)
     # Optimizer steps between synchronizations of the replicas.
-    sync_every: int = 10
+    sync_every: int = number(10, least=1, unit=_BETWEEN)
     # First optimizer steps, in which gradients are averaged over all replicas; 0 = off.
-    warmup_steps: int = 0
+    warmup_steps: int = number(0, unit="first optimizer steps, with averaged gradients, 0 is off")
 
     averages_gradients = False
     averages_every_step = False
@@ -56,21 +52,16 @@ class LocalUpdateOptions(HybridOptions):
         equal = all(getattr(self, key) == value for key, value in self.as_one_process.items())
         if self.warmup_steps >= steps or (compression == UNCOMPRESSED and equal):
             return None
-        typed = " ".join(f"strategy.{key}={as_typed(value)}" for key, value in self.as_one_process.items())
+        exact = " ".join(f"strategy.{key}={typed(value)}" for key, value in self.as_one_process.items())
         return (
             f"strategy={self.name} with strategy.sync_every={self.sync_every}: replicas with local steps do not train "
-            f"as one process does. To compare, type {typed} with an SGD, or use steps with averaged gradients:"
+            f"as one process does. To compare, type {exact} with an SGD, or use steps with averaged gradients:"
             f" strategy.warmup_steps={steps} (or more)"
         )
 
     def problems(self) -> Iterator[str]:
         """See the base class."""
         yield from super().problems()
-        yield from (
-            f"strategy.{name}={value!r} (allowed: whole numbers of at least {least}; {meaning})"
-            for name, least, meaning in _COUNTS
-            if not is_whole(value := getattr(self, name, least), least)
-        )
         if self.communication != OFF:
             yield (
                 f"strategy.communication={self.communication} with local updates: it compares ways to average "
@@ -134,15 +125,21 @@ class LocalSGDOptions(LocalUpdateOptions):
 
     name = "local_sgd"
 
-    def _compression_problems(self) -> Iterator[str]:
-        yield from _compressed_parameters("strategy.compression", self.compressor)
+    def problems(self) -> Iterator[str]:
+        """See the base class."""
+        yield from super().problems()
+        if self.compressor is not None:
+            yield (
+                f"compression={self.compressor} with local_sgd, which averages parameters, whose compression errors "
+                "would be permanent. Use strategy=diloco strategy.outer_lr=1 strategy.outer_momentum=0 "
+                "strategy.outer_nesterov=false, which is local SGD on differences, and compresses these"
+            )
 
     def run_problems(self, run: PlannedRun) -> Iterator[str]:
         """See the base class."""
         yield from super().run_problems(run)
         if run.verb != "fit":
             return
-        yield from _compressed_parameters("compression", run.cfg.compression.name)
         if run.layout is not None and run.layout.replicate == run.layout.world_size:
             yield from (
                 f"{key}: ReplicaCheck compares replicas, but those of local_sgd on one rank each differ between two "
@@ -158,19 +155,19 @@ class DiLoCoOptions(LocalUpdateOptions):
 
     _target_: str = "trainwright.strategies.local_updates.strategy.DiLoCoStrategy"
     # Optimizer steps between synchronizations (of a fragment).
-    sync_every: int = 50
+    sync_every: int = number(50, least=1, unit=_BETWEEN)
     # Learning rate of the outer SGD; 1 with outer_momentum 0 = the plain average.
-    outer_lr: float = 0.7
+    outer_lr: float = number(0.7, above=0, unit="1 with outer_momentum=0 is the plain average")
     # Momentum of the outer SGD; 0 = off.
-    outer_momentum: float = 0.9
+    outer_momentum: float = number(0.9, below=1, unit="0 is off")
     # Nesterov momentum; false = classical momentum.
     outer_nesterov: bool = True
     # Parts of the model that are synchronized in turn; 1 = the whole model.
-    fragments: int = 1
+    fragments: int = number(1, least=1, unit="parts that are synchronized in turn, 1 is the whole model")
     # Optimizer steps that an average may overlap with; 0 = training waits for it.
-    overlap_steps: int = 0
+    overlap_steps: int = number(0, unit="optimizer steps that an average may overlap with, 0 is off")
     # Fraction of a replica's own parameters kept when an overlapped average is merged; 0 = none.
-    mixing: float = 0.5
+    mixing: float = number(0.5, below=1, unit="0: merged parameters only")
     # Compressor of outer gradients: a name (fp16, bf16, int8, topk, ...) or its name and options, like {name: topk,
     # ratio: 0.01}; null = as set by the group compression.
     compression: Any = None
@@ -189,11 +186,15 @@ class DiLoCoOptions(LocalUpdateOptions):
     def problems(self) -> Iterator[str]:
         """See the base class."""
         yield from super().problems()
-        if all(is_whole(getattr(self, name), least) for name, least, _ in _COUNTS):
-            yield from self._streaming_problems()
-        yield from self._outer_problems()
-
-    def _streaming_problems(self) -> Iterator[str]:
+        given = self.compression if isinstance(self.compression, Mapping) else {}
+        yield from (
+            f"compression.{key}={given[key]} is for averages and has no effect on outer gradients; leave it out (first "
+            "steps with averaged gradients are strategy.warmup_steps=...)"
+            for key in ONLY_OF_AVERAGES
+            if key in given
+        )
+        if any(self.value_problems()):
+            return
         every, fragments, overlap = self.sync_every, self.fragments, self.overlap_steps
         if fragments > every:
             yield (
@@ -205,38 +206,17 @@ class DiLoCoOptions(LocalUpdateOptions):
                 f"strategy.overlap_steps={overlap} with strategy.sync_every={every}: an average must be merged before "
                 f"the next one of the same parameters begins; type strategy.overlap_steps={every - 1} or less"
             )
-        if not is_number(self.mixing) or not 0 <= self.mixing < 1:
-            yield f"strategy.mixing={self.mixing!r} (allowed: from 0, merged parameters only, to less than 1)"
-
-    def _outer_problems(self) -> Iterator[str]:
-        lr, momentum = self.outer_lr, self.outer_momentum
-        if not is_number(lr) or lr <= 0:
-            yield f"strategy.outer_lr={lr!r} (allowed: above 0; 1 with outer_momentum=0 is the plain average)"
-        if not is_number(momentum) or not 0 <= momentum < 1:
-            yield f"strategy.outer_momentum={momentum!r} (allowed: 0, which is off, or more, and less than 1)"
-        elif momentum == 0 and self.outer_nesterov:
+        if self.outer_momentum == 0 and self.outer_nesterov:
             yield (
                 "strategy.outer_nesterov=true with strategy.outer_momentum=0: Nesterov momentum needs one; type "
                 "strategy.outer_nesterov=false, or strategy.outer_momentum=0.9"
-            )
-
-    def _compression_problems(self) -> Iterator[str]:
-        yield from (f"strategy.{problem}" for problem in compression_problems(self.compression))
-        if not isinstance(self.compression, Mapping):
-            return
-        if "sends" in self.compression:
-            yield "strategy.compression.sends is for averages and has no effect on outer gradients; leave it out"
-        if "warmup_steps" in self.compression:
-            yield (
-                "strategy.compression.warmup_steps applies to a compressed optimizer and has no effect on outer "
-                "gradients; leave it out, or type strategy.warmup_steps=... for steps with averaged gradients"
             )
 
     def run_problems(self, run: PlannedRun) -> Iterator[str]:
         """See the base class."""
         yield from super().run_problems(run)
         group = run.cfg.compression
-        if run.verb == "fit" and self.compression is None and group.name == "onebit":
+        if run.verb == "fit" and group.name == "onebit":
             yield (
                 f"compression=onebit with strategy=diloco: its {group.warmup_steps} warmup_steps are for Adam's "
                 "momentum and have no effect on outer gradients; type strategy.compression=onebit, which sends signs "
@@ -265,12 +245,3 @@ def averaging_callback_problem(callback: str) -> str:
         f"{callback} averages over the steps of one replica, and replicas differ between two synchronizations, so "
         "ranks would evaluate and save different averages. Leave it out, or use strategy=ddp (or hybrid)"
     )
-
-
-def _compressed_parameters(typed: str, compressor: str | None) -> Iterator[str]:
-    if compressor not in (None, UNCOMPRESSED):
-        yield (
-            f"{typed}={compressor} with local_sgd, which averages parameters, whose compression errors would be "
-            "permanent. Use strategy=diloco strategy.outer_lr=1 strategy.outer_momentum=0 "
-            "strategy.outer_nesterov=false, which is local SGD on differences, and compresses these"
-        )

@@ -6,21 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.core.config.options import class_of, is_number, is_whole
-from trainwright.strategies.averaging.compression.options import OFF as UNCOMPRESSED
+from trainwright.core.config.options import class_of, number, word
 from trainwright.strategies.averaging.compression.options import (
     ONLY_OF_AVERAGES,
     choose_compression,
     compression_problems,
-    message_options,
 )
-from trainwright.strategies.contract.options import PlannedRun, StrategyOptions, number, unknown_word
+from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
 from trainwright.strategies.parameter_server.problems import needs_closure, needs_interface, rank_problems
 
 INCARNATION = "TRAINWRIGHT_INCARNATION"
 """Environment variable: how often a rank was restarted, where lost ranks are restarted individually."""
 
-CONSISTENCIES = ("sync", "ssp", "async")
 # Default of staleness with ssp.
 _STALENESS = 3
 # Compressors with a codec for single messages.
@@ -40,16 +37,16 @@ class ParameterServerOptions(StrategyOptions):
     _target_: str = "trainwright.strategies.parameter_server.strategy.ParameterServerStrategy"
     # Synchronization of workers: sync (all make each step together, equal to ddp), ssp (a worker may be some steps
     # ahead of the slowest) or async (workers wait only at the end of an epoch, a validation and a save).
-    consistency: str = "sync"
+    consistency: str = word("sync", "sync", "ssp", "async")
     # Steps that a worker may be ahead of the slowest, with consistency=ssp (null = 3); unused otherwise.
-    staleness: int | None = None
+    staleness: int | None = number(None, least=1, unit="steps; consistency=sync is 0", null="for strategy.staleness=3")
     # Number of servers that share the parameters.
     servers: int = number(1, least=1)
     # Placement of servers: beside = in the first ranks, which also train; own = on the last ranks, which only serve, so
     # that devices - servers ranks train.
-    server_ranks: str = "beside"
+    server_ranks: str = word(BESIDE, BESIDE, OWN)
     # Strength of the correction of late gradients (DC-ASGD); 0 = off.
-    delay_compensation: float = 0.0
+    delay_compensation: float = number(0.0, unit="0 is off")
     # Divide learning rates by the staleness of a gradient; false = off.
     scale_by_staleness: bool = False
     # Compressor of pushed gradients: a name like topk, or its name and options; null = as set by the group compression.
@@ -58,7 +55,7 @@ class ParameterServerOptions(StrategyOptions):
     interface: str | None = None
     # With consistency=async, let workers lease samples, so that fast ones read more: at_least_once or at_most_once
     # (those of a dead worker are read again, or lost); none = off, equal shares.
-    leases: str = "none"
+    leases: str = word("none", *LEASES)
     # Overlap pushes with backward, and pulls with the next forward; false = off.
     overlap: bool = True
 
@@ -70,7 +67,7 @@ class ParameterServerOptions(StrategyOptions):
     def bound(self) -> int | None:
         """Steps that a worker may be ahead of the slowest; ``None``: unbounded."""
         of_ssp = _STALENESS if self.staleness is None else self.staleness
-        return {"sync": 0, "ssp": of_ssp, "async": None}[self.consistency]
+        return {"sync": 0, "ssp": of_ssp}.get(self.consistency)
 
     @property
     def serving_ranks(self) -> int:
@@ -95,38 +92,18 @@ class ParameterServerOptions(StrategyOptions):
     def problems(self) -> Iterator[str]:
         """See the base class."""
         yield from super().problems()
-        yield from unknown_word("consistency", self.consistency, CONSISTENCIES)
-        yield from self._staleness_problems()
-        if not is_whole(self.servers, 1):
-            yield f"strategy.servers={self.servers}: must be a whole number of at least 1; type strategy.servers=1"
-        yield from unknown_word("server_ranks", self.server_ranks, (BESIDE, OWN))
-        yield from self._lateness_problems()
-        yield from self._lease_problems()
-        overlap: Any = self.overlap
-        if not isinstance(overlap, bool):
-            yield f"strategy.overlap={self.overlap}: must be true or false; leave it out for true"
-        yield from push_problems(self.compression)
-
-    def _staleness_problems(self) -> Iterator[str]:
-        given = f"strategy.staleness={self.staleness} with strategy.consistency={self.consistency}"
-        if self.consistency == "ssp" and not is_whole(self.bound, 1):
-            hint = "; strategy.consistency=sync is a staleness of 0" if self.staleness == 0 else ""
-            yield f"{given}: must be a whole number of steps, at least 1; type strategy.staleness={_STALENESS}{hint}"
-        elif self.consistency in ("sync", "async") and self.staleness is not None:
+        if self.consistency in ("sync", "async") and self.staleness is not None:
+            given = f"strategy.staleness={self.staleness} with strategy.consistency={self.consistency}"
             yield f"{given}: it applies to strategy.consistency=ssp only; leave it out"
-
-    def _lateness_problems(self) -> Iterator[str]:
         never_late = "with strategy.consistency=sync: gradients are never late with it; leave it out"
-        strength = self.delay_compensation
-        if not is_number(strength) or strength < 0:
-            yield f"strategy.delay_compensation={strength}: must be a number from 0 (off)"
-        elif strength and self.consistency == "sync":
-            yield f"strategy.delay_compensation={strength} {never_late}"
+        if self.delay_compensation and self.consistency == "sync":
+            yield f"strategy.delay_compensation={self.delay_compensation} {never_late}"
         if self.scale_by_staleness and self.consistency == "sync":
             yield f"strategy.scale_by_staleness=true {never_late}"
+        yield from self._lease_problems()
+        yield from push_problems(self.compression)
 
     def _lease_problems(self) -> Iterator[str]:
-        yield from unknown_word("leases", self.leases, LEASES)
         if self.leases not in LEASES[1:] or self.consistency not in ("sync", "ssp"):
             return
         why = "all workers make each step together, so none can read more than another"
@@ -148,7 +125,6 @@ class ParameterServerOptions(StrategyOptions):
         cfg = run.cfg
         if run.world_size is not None and not list(self.problems()):
             yield from rank_problems(self.servers, run.world_size, own=self.server_ranks == OWN)
-        yield from self._group_problems(cfg.compression)
         if class_of(cfg.optimizer) == "LBFGS":
             yield needs_closure("LBFGS")
         if cfg.nodes > 1 and self.interface is None:
@@ -164,15 +140,6 @@ class ParameterServerOptions(StrategyOptions):
         yield from self._independent_problems(run)
         if self.leases in LEASES[1:]:
             yield from self._lease_run_problems(run)
-
-    def _group_problems(self, group: Any) -> Iterator[str]:
-        """Yield problems of the group `compression`, which sets that argument of the strategy."""
-        if group.name == UNCOMPRESSED:
-            return
-        if self.compression not in (None, UNCOMPRESSED):
-            yield f"compression={group.name} with strategy.compression={self.compression}: leave one of them out"
-        elif not compression_problems(dict(group)):
-            yield from push_problems(message_options(group))
 
     def _independent_problems(self, run: PlannedRun) -> Iterator[str]:
         """Yield problems of components with collectives in steps, if ranks step independently."""

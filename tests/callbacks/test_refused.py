@@ -21,27 +21,27 @@ from trainwright.callbacks.traffic.stragglers import Stragglers
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), [
-    (GlobalLoss, {"every_n_steps": 0}, r"GlobalLoss\(every_n_steps=0\) \(allowed: 1 or more"),
-    (Throughput, {"every_n_steps": 0}, "every_n_steps=0.*allowed: 1 or more"),
-    (Throughput, {"units_per_sample": 0}, "units_per_sample=0.*allowed: 1 or more"),
-    (ProgressBar, {"line_seconds": 0}, r"ProgressBar\(line_seconds=0\) \(allowed: more than 0 seconds\)"),
-    (CommunicationReport, {"every_n_steps": 0}, "every_n_steps=0.*allowed: 1 or more"),
-    (CommunicationAdvice, {"after_steps": 0}, "CommunicationAdvice"),
+    (GlobalLoss, {"every_n_steps": 0}, "GlobalLoss: every_n_steps=0: must be a whole number of at least 1 .optimizer"),
+    (Throughput, {"every_n_steps": 0}, "every_n_steps=0.*at least 1"),
+    (Throughput, {"units_per_sample": 0}, "units_per_sample=0.*at least 1, or None"),
+    (ProgressBar, {"line_seconds": 0}, "ProgressBar: line_seconds=0: must be a finite number above 0"),
+    (CommunicationReport, {"every_n_steps": 0}, "every_n_steps=0.*at least 1"),
+    (CommunicationAdvice, {"after_steps": 0}, "CommunicationAdvice: after_steps=0"),
     (Stragglers, {"every_n_steps": 0}, "every_n_steps=0"),
-    (Stragglers, {"threshold": 0}, "between 0 and 1"),
-    (Stragglers, {"threshold": 1}, "between 0 and 1"),
-    (Stragglers, {"threshold": 1.5}, "between 0 and 1"),
-    (MonitorFile, {"run_dir": "there", "most_ranks": 0}, r"most_ranks=0\) \(allowed: 1 or more, or None"),
-    (Profile, {"run_dir": "there", "most_ranks": 0}, r"most_ranks=0\) \(allowed: 1 or more, or None"),
+    (Stragglers, {"threshold": 0}, "above 0 and below 1 .a fraction of a step"),
+    (Stragglers, {"threshold": 1}, "above 0 and below 1 .a fraction of a step"),
+    (Stragglers, {"threshold": 1.5}, "above 0 and below 1 .a fraction of a step"),
+    (MonitorFile, {"run_dir": "there", "most_ranks": 0}, "most_ranks=0: must .* at least 1, or None for all ranks"),
+    (Profile, {"run_dir": "there", "most_ranks": 0}, "most_ranks=0: must .* at least 1, or None for all ranks"),
     *(
         (Profile, {"steps": steps, "run_dir": "there"}, "allowed: two whole numbers")
         for steps in ([3, 1], [1], [-1, 2], [1.5, 2], "12")
     ),
-    (Prometheus, {"port": 70000}, "0 to 65535"),
+    (Prometheus, {"port": 70000}, "at least 0 and at most 65535"),
     (ReplicaCheck, {"every_n_steps": 0}, "every_n_steps=0"),
-    (ReplicaCheck, {"on_difference": "x"}, "'repair'"),
+    (ReplicaCheck, {"on_difference": "x"}, "allowed: repair, stop"),
     (ReplicaCheck, {"most_repairs": -1}, "-1"),
-    (LossGuard, {"policy": "x", "threshold": -1}, r"policy='x' \(allowed: skip, rollback, stop\); threshold=-1 "),
+    (LossGuard, {"policy": "x", "threshold": -1}, "policy='x': unknown; allowed: skip, rollback, stop; threshold=-1: "),
     (LossGuard, {"min_history": 200}, "min_history=200 with window=128"),
 ])  # fmt: skip
 def test_options_out_of_range(kind: Any, options: dict[str, Any], message: str) -> None:

@@ -195,15 +195,18 @@ def test_resumed_run_may_get_another_layout(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[Sequence[str], str]] = [
     (["strategy=auto", "devices=4", "strategy.tensor=3"], "3 does not divide 4 ranks"),
-    (["strategy=auto", "strategy.stage=7"], "strategy.stage=7 with strategy=auto: allowed: 0, 1, 2, 3"),
+    (
+        ["strategy=auto", "strategy.stage=7"],
+        "strategy.stage=7: must be a whole number of at least 0 and at most 3",
+    ),
     (["strategy=auto", "strategy.activation_checkpointing=selective"], "allowed: none, full"),
-    (["strategy=auto", "strategy.shard=-1"], "type a size of at least 1"),
+    (["strategy=auto", "strategy.shard=-1"], "strategy.shard=-1: must be a whole number of at least 1, or null to"),
     (["strategy=auto", "data.batch_size=4"], "does not read micro_batch_size"),
     (["strategy=auto", "global_batch_size=null", "micro_batch_size=null"], "type global_batch_size=32"),
     (["strategy=auto", "devices=2", "micro_batch_size=5"], "no layout of 2 rank(s) with micro_batch_size=5"),
     (["strategy=auto", "devices=0", "max_steps=-1"], "devices=0: must be a whole number of at least 1"),
     (["strategy=auto", "module._target_=nowhere.Module"], "nowhere"),
-    (["micro_batch_size=most"], "must be a whole number of at least 1, auto or null"),
+    (["micro_batch_size=most"], "must be a whole number of at least 1 or auto, or null"),
     (["micro_batch_size=auto", "strategy=local_sgd", "devices=2"], "the memory of its ranks cannot be predicted"),
     (["micro_batch_size=auto", "global_batch_size=null"], "type global_batch_size=32"),
     (["micro_batch_size=auto", "device=cpu", "device.memory_bytes=100000"], "even 1 sample(s) need"),

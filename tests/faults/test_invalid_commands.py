@@ -133,7 +133,12 @@ BY_A_RANK: dict[tuple[str, ...], str] = {
     ("ckpt_path=../other.ckpt", "strict=false"): "no tensor matches",
     ("init_from=../other.safetensors", "strict=false"): "No tensor fits",
     ("run_dir=../begun", "ckpt_path=last", "max_steps=1"): "max_steps=1, but the checkpoint",
-    ("devices=2", "strategy=zero2", "checkpoint.last.keep_last=0", "launch.max_restarts=3"): "keep_last=0 (allowed",
+    (
+        "devices=2",
+        "strategy=zero2",
+        "checkpoint.last.keep_last=0",
+        "launch.max_restarts=3",
+    ): "keep_last=0: must be a whole number",
 }
 SCRIPT = """
 import json, sys

@@ -423,15 +423,15 @@ def test_impossible_requeues_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_impossible_options_are_named_all_at_once() -> None:
     with pytest.raises(ValueError, match="Preemption: ") as refused:
         Preemption(signals=["SIGKILL"], url="file:///etc/passwd", poll_seconds=0, deadline_seconds=-1, exit_code=300)
-    for name in ("signals=['SIGKILL']", "url='file:", "poll_seconds=0", "deadline_seconds=-1", "exit_code=300"):
+    for name in ("signals[0]='SIGKILL'", "url='file:", "poll_seconds=0", "deadline_seconds=-1", "exit_code=300"):
         assert name in str(refused.value)
 
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"signals": None}, "signals=None"),
     ({"signals": "SIGTERM"}, "signals='SIGTERM'"),
-    ({"signals": [["SIGTERM"]]}, "signals="),
-    ({"save": "no"}, "save='no' (allowed: True, or False for off)"),
+    ({"signals": [["SIGTERM"]]}, "signals[0]=['SIGTERM']: unknown; did you mean SIGTERM? allowed: SIGTERM"),
+    ({"save": "no"}, "save='no': must be true or false"),
     ({"requeue": 1}, "requeue=1"),
     ({"url": "http://metadata:port/"}, "url="),
     ({"url": "http://metadata:99999/"}, "url="),

@@ -11,11 +11,12 @@ from trainwright.callbacks.guard.options import guard_refusals
 from trainwright.command.auto import ways_to_send
 from trainwright.command.schema.compose import compose
 from trainwright.core.layout import Layout
-from trainwright.launch.checks.check_run import compression_of, compression_refusals
+from trainwright.launch.checks.check_run import compression_of, compression_refusals, with_compression
 from trainwright.launch.recovery.check_recovery import recovery_problems
 from trainwright.launch.worker import build_trainer
 from trainwright.strategies.averaging.compression.codecs import Int8
 from trainwright.strategies.averaging.compression.options import CompressionChoice, compressor_names
+from trainwright.strategies.compose.check_strategy import strategy_problems
 from trainwright.strategies.compose.world import options_of
 from trainwright.strategies.contract.options import PlannedRun
 from trainwright.strategies.data.ddp_options import DDPOptions
@@ -106,9 +107,11 @@ def compression_problems(
     optimizer: str = "AdamW",
     precision: str = "32",
 ) -> list[str]:
-    cfg: Any = {"compression": compression, "strategy": {"_target_": target}, "precision": precision}
-    cfg["optimizer"] = {"_target_": f"torch.optim.{optimizer}"}
-    return compression_refusals(OmegaConf.create(cfg), options_of(cfg["strategy"]), layout)
+    given: Any = {"compression": compression, "strategy": {"_target_": target}, "precision": precision}
+    cfg = OmegaConf.create({**given, "optimizer": {"_target_": f"torch.optim.{optimizer}"}})
+    options = with_compression(cfg, options_of(cfg.strategy))
+    refused = list(compression_refusals(cfg, options))
+    return refused if options is None else [*refused, *strategy_problems(cfg, PlannedRun(cfg, layout=layout), options)]
 
 
 @pytest.mark.parametrize("arguments", [
@@ -124,8 +127,8 @@ def test_accepted_compression(arguments: Any) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    (({"name": "topp"},), "Did you mean 'topk'?"),
-    (({"name": "topk", "ratio": 2.0},), "compression.ratio=2.0 for topk: must be above 0 and at most 1"),
+    (({"name": "topp"},), "did you mean topk?"),
+    (({"name": "topk", "ratio": 2.0},), "compression.ratio=2.0: must be a finite number above 0 and at most 1"),
     (({"name": "topk"}, Layout(shard=4), ZERO), "type strategy.replicate=2 (or more)"),
     (({"name": "bf16"}, Layout(), DDP), "compression=bf16 with replicate=1"),
     (({"name": "bf16"}, Layout(), "other.Strategy"), "only strategies built on this project"),
@@ -174,8 +177,8 @@ SWA = {"swa": {"_target_": "a.StochasticWeightAveraging"}}
     ({"loss": GUARD}, {}, "AdamW", []),
     ({"loss": None}, {"own": {"_target_": "package.Other", "policy": "x"}}, "AdamW", []),
     ({"loss": {**GUARD, "policy": "skip"}}, SWA, "AdamW", []),
-    ({"loss": {**GUARD, "policy": "again"}}, {}, "AdamW", ["policy='again' (allowed: skip, rollback, stop)"]),
-    ({"loss": {**GUARD, "keep_snapshots": 0}}, {}, "AdamW", ["guard.loss: keep_snapshots=0 (allowed: 1 or more)"]),
+    ({"loss": {**GUARD, "policy": "again"}}, {}, "AdamW", ["guard.loss.policy=again: unknown; allowed: skip,"]),
+    ({"loss": {**GUARD, "keep_snapshots": 0}}, {}, "AdamW", ["guard.loss.keep_snapshots=0: must be a whole"]),
     ({"loss": GUARD}, {"mine": GUARD}, "AdamW", ["guard.loss and callbacks.mine are both a LossGuard"]),
     ({"loss": GUARD}, {}, "LBFGS", ["guard.loss with optimizer LBFGS"]),
     ({"loss": GUARD}, SWA, "AdamW", ["type guard=skip"]),
@@ -192,7 +195,7 @@ def test_guards(guard: dict[str, Any], callbacks: dict[str, Any], optimizer: str
 def communication_problems(
     layout: Layout | None, compression: str = "none", launch: dict[str, Any] | None = None, **given: Any
 ) -> list[str]:
-    options = ZeroOptions(**{"stage": 2, **given})
+    options = ZeroOptions(**{"stage": 2, "compression": compression, **given})
     launch = {"recovery": "restart", "min_devices": None, **(launch or {})}
     cfg = OmegaConf.create({"precision": "32-true", "compression": {"name": compression}, "launch": launch})
     found = [*options.problems(), *options.run_problems(PlannedRun(cfg, layout=layout, devices=4))]

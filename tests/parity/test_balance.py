@@ -401,7 +401,7 @@ def test_arguments_that_cannot_be(ranks: Any) -> None:
         "balance.shares has 3 number(s)",
         "data_partition=range",
         "use_distributed_sampler=false",
-        "(allowed: none, auto, fixed)",
+        "allowed: none, auto, fixed",
         "balance=auto with LocalSGDStrategy, whose ranks do not make every step together",
     ]
     for said in ranks(said_of_arguments, 2, cases):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def test_sample_is_reproducible_and_keeps_the_random_state() -> None:
     state = torch.random.get_rng_state()
     sampling = Sampling(30, temperature=0.8, seed=1)
     assert generate(module, prompt, sampling) == generate(module, prompt, sampling)
-    assert generate(module, prompt, sampling) != generate(module, prompt, sampling._replace(seed=2))
+    assert generate(module, prompt, sampling) != generate(module, prompt, replace(sampling, seed=2))
     assert torch.equal(state, torch.random.get_rng_state())
 
 

@@ -144,10 +144,10 @@ def test_balance_options() -> None:
 
 @pytest.mark.parametrize(("balance", "said"), [
     (True, "balance=True (allowed: 'none', 'auto', a list of shares"),
-    ("automatic", "kind='automatic' (allowed: none, auto, fixed)"),
-    ([], "shares=[] (allowed: one number above 0 for each data rank"),
-    ([1, 0], "shares=[1, 0] (allowed"),
-    ({"every_steps": 0}, "every_steps=0 (allowed: 1 or more optimizer steps)"),
+    ("automatic", "balance.kind=automatic: unknown; did you mean auto? allowed: none, auto, fixed"),
+    ([], "balance.kind=fixed without balance.shares"),
+    ([1, 0], "balance.shares[1]=0: must be a finite number above 0"),
+    ({"every_steps": 0}, "every_steps=0: must be a whole number of at least 1 (optimizer steps)"),
     ({"smoothing": 1.0}, "smoothing=1.0"),
     ({"least_share": 1.5}, "least_share=1.5"),
     ({"most_share": 1.0}, "most_share=1.0"),

@@ -55,8 +55,8 @@ def test_default() -> None:
 
 
 @pytest.mark.parametrize(("given", "precision", "part"), [
-    ({"initial": 0}, "16-mixed", "more than 0"),
-    ({"initial": float("inf")}, "16-mixed", "more than 0"),
+    ({"initial": 0}, "16-mixed", "must be a finite number above 0"),
+    ({"initial": float("inf")}, "16-mixed", "must be a finite number above 0"),
     ({"least": -1}, "16-mixed", "at least 0"),
     ({"growth_interval": 0}, "16-mixed", "at least 1"),
     ({"fixed": True, "least": 1.0}, "16-mixed", "needs no limit"),

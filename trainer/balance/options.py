@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from trainwright.core.config.option_rules import Rule, broken_rules, is_count, is_number, is_positive
-from trainwright.core.config.options import refuse
+from trainwright.core.config.options import number, refuse, unknown_options, value_problems, word
 
 NONE, AUTO, FIXED = "none", "auto", "fixed"
-KINDS = (NONE, AUTO, FIXED)
 
 
 @dataclass
@@ -18,38 +16,23 @@ class BalanceOptions:
     """`balance=none|auto|fixed`: who computes how much of the global batch, which itself stays what it is."""
 
     # none = all data ranks the same, auto = by measured speed, fixed = by shares.
-    kind: str = "none"
+    kind: str = word(NONE, NONE, AUTO, FIXED)
     # Parts of the data ranks in any unit, like [3,1] (kind=fixed); null = none.
-    shares: list[float] | None = None
+    shares: list[float] | None = number(None, above=0)
     # Optimizer steps that are measured before shares are decided upon anew (kind=auto).
-    every_steps: int = 20
+    every_steps: int = number(20, least=1, unit="optimizer steps")
     # Weight of what was measured before, below 1 (kind=auto); 0 = off.
-    smoothing: float = 0.5
+    smoothing: float = number(0.5, below=1, unit="0 is off")
     # Part of an equal share that a rank keeps at least (kind=auto).
-    least_share: float = 0.1
+    least_share: float = number(0.1, most=1, unit="times an equal share")
     # Times an equal share that a rank gets at most: so many times micro_batch_size samples it must be able to hold at
     # once (kind=auto).
-    most_share: float = 2.0
+    most_share: float = number(2.0, above=1, unit="times an equal share")
     # Part of the time of a step below which a gain is not worth other shares (kind=auto).
-    least_gain: float = 0.05
+    least_gain: float = number(0.05, below=1, unit="of the time of a step")
 
 
 BalanceArgument = str | Sequence[float] | Mapping[str, Any]
-
-
-def _are_shares(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and all(map(is_positive, value))
-
-
-_RULES: dict[str, Rule] = {
-    "kind": (lambda value: value in KINDS, ", ".join(KINDS)),
-    "shares": (lambda value: value is None or _are_shares(value), "one number above 0 for each data rank, or None"),
-    "every_steps": (is_count, "1 or more optimizer steps"),
-    "smoothing": (lambda value: is_number(value) and value < 1, "0, which is off, to less than 1"),
-    "least_share": (lambda value: is_number(value) and value <= 1, "0 to 1 times an equal share"),
-    "most_share": (lambda value: is_number(value) and value > 1, "more than 1 times an equal share"),
-    "least_gain": (lambda value: is_number(value) and value < 1, "0 to less than 1 of the time of a step"),
-}
 
 
 def balance_option_problems(given: Mapping[str, Any]) -> list[str]:
@@ -58,18 +41,15 @@ def balance_option_problems(given: Mapping[str, Any]) -> list[str]:
     Args:
         given: by name; the rest is at its default.
     """
-    unknown = sorted(set(given) - set(_RULES))
-    if unknown:
-        return [f"balance.{name}: there is no such option (allowed: {', '.join(_RULES)})" for name in unknown]
+    unknown = unknown_options(BalanceOptions, given, "balance.")
     options = {**asdict(BalanceOptions()), **given}
-    problems = [f"balance.{problem}" for problem in broken_rules(_RULES, options)]
-    if problems:
-        return problems  # combinations can be judged only if each value is valid
-    return [*_about_shares(options), *_without_effect(options)]
+    problems = unknown or list(value_problems(BalanceOptions, options, "balance."))
+    # Combinations can be judged only if each value is valid.
+    return problems or [*_about_shares(options), *_without_effect(options)]
 
 
 def _about_shares(options: Mapping[str, Any]) -> list[str]:
-    if options["kind"] == FIXED and options["shares"] is None:
+    if options["kind"] == FIXED and not options["shares"]:
         return ["balance.kind=fixed without balance.shares; set the shares of data ranks: balance.shares=[3,1]"]
     if options["kind"] != FIXED and options["shares"] is not None:
         shares = ",".join(f"{share:g}" for share in options["shares"])

@@ -4,10 +4,11 @@ Dynamic scaling: a step whose gradients overflow is dropped and the scale halves
 overflow it doubles (Micikevicius et al., arXiv:1710.03740, section 3.2; torch.amp.GradScaler).
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from trainwright.core.config.options import number, unknown_options, value_problems
 
 PRECISION = "16-mixed"
 
@@ -17,11 +18,11 @@ class LossScaling:
     """`trainer.loss_scale`: how the loss is scaled with precision=16-mixed."""
 
     # Scale of the first steps; null = 65536, and 1024 on CPUs, where runs are short and would drop their first steps.
-    initial: float | None = None
+    initial: float | None = number(None, above=0, null="for the default of the device")
     # Optimizer steps in a row without overflow after which the scale doubles.
-    growth_interval: int = 2000
+    growth_interval: int = number(2000, least=1)
     # The scale never falls below this; 0 = no limit.
-    least: float = 0.0
+    least: float = number(0.0)
     # Never change the scale; false = it halves after an overflow and grows again.
     fixed: bool = False
 
@@ -35,19 +36,9 @@ def loss_scale_problems(given: Mapping[str, Any], precision: str, prefix: str = 
         prefix: of an option's name where it is typed.
     """
     asked = {**asdict(LossScaling()), **given}
-    unknown = sorted(asked.keys() - {item.name for item in fields(LossScaling)})
-    if unknown:
-        names = ", ".join(item.name for item in fields(LossScaling))
-        return [f"{prefix}{unknown[0]}: there is no such option; options: {names}"]
-    problems = []
-    for name, example in (("initial", 65536), ("least", 1)):
-        value, bound = 1.0 if asked[name] is None else asked[name], "more than 0" if name == "initial" else "at least 0"
-        if not math.isfinite(value) or value < 0 or (name == "initial" and value == 0):
-            problems.append(f"{prefix}{name}={value}: must be {bound}; type {prefix}{name}={example}")
-    if asked["growth_interval"] < 1:
-        problems.append(
-            f"{prefix}growth_interval={asked['growth_interval']}: must be at least 1; type {prefix}growth_interval=2000"
-        )
+    problems = unknown_options(LossScaling, given, prefix) or list(value_problems(LossScaling, asked, prefix))
+    if problems:
+        return problems
     if asked["fixed"] and asked["least"]:
         problems.append(f"{prefix}least={asked['least']} with {prefix}fixed=true: a scale that stays needs no limit")
     other = [f"{prefix}{name}={value}" for name, value in asked.items() if value != getattr(LossScaling, name)]

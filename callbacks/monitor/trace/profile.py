@@ -23,6 +23,7 @@ from trainwright.callbacks.monitor.trace.profile_option import profile_problem
 from trainwright.callbacks.steps import are_synchronous, step_number
 from trainwright.callbacks.windows import Windowed
 from trainwright.checkpoint.exchange.groups import default_store
+from trainwright.core.config.options import number, require
 from trainwright.core.run.peers import peers_of
 
 # Event types with an id that is unique only within a rank.
@@ -70,9 +71,8 @@ class Profile(Windowed):
         if problem is not None:
             raise ValueError(f"Profile: steps={problem}")
         self.steps = None if steps is None else (int(steps[0]), int(steps[1]))
-        if most_ranks is not None and most_ranks < 1:
-            raise ValueError(f"Profile(most_ranks={most_ranks}) (allowed: 1 or more, or None for all ranks)")
         super().__init__()
+        require(self, int | None, number(None, least=1, null="for all ranks"), most_ranks=most_ranks)
         self.run_dir = run_dir
         self.most_ranks = most_ranks
         self.latest: Path | None = None

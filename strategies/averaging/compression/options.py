@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainwright.core.config.options import is_number, is_whole, refuse
-from trainwright.core.problems import nearest
+from trainwright.core.config.options import checked, number, refuse, unknown_options, value_problems, word
+from trainwright.core.problems import did_you_mean
 
 OFF = "none"
 _FLOATS = ("fp32", "fp16", "bf16")
+
+
+def _fills_bytes(block: Any) -> bool:
+    return type(block) is int and block > 0 and block % 8 == 0
 
 
 @dataclass
@@ -27,7 +31,7 @@ class Int8CompressionConfig(CompressionConfig):
 
     name: str = "int8"
     # Numbers per scale.
-    block: int = 256
+    block: int = number(256, least=1, unit="numbers that share a scale")
 
 
 @dataclass
@@ -36,13 +40,13 @@ class TopKCompressionConfig(CompressionConfig):
 
     name: str = "topk"
     # Fraction of numbers sent; 1 = all.
-    ratio: float = 0.01
+    ratio: float = number(0.01, above=0, most=1, unit="1 sends all")
     # Encoding of the numbers: fp32, fp16, bf16 or int8.
-    values: str = "fp32"
+    values: str = word("fp32", *_FLOATS, "int8")
     # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps if the optimizer is Adam.
-    sends: str = "auto"
+    sends: str = word("auto", "auto", "gradients", "steps")
     # First optimizer steps, averaged without compression; 0 = off.
-    warmup_steps: int = 100
+    warmup_steps: int = number(100, unit="optimizer steps, 0 is off")
 
 
 @dataclass
@@ -51,17 +55,17 @@ class PowerSGDCompressionConfig(CompressionConfig):
 
     name: str = "powersgd"
     # Rank of the factors.
-    rank: int = 4
+    rank: int = number(4, least=1, unit="columns")
     # Subspace iterations per average, each of which sends both factors.
-    iterations: int = 2
+    iterations: int = number(2, least=1, unit="rounds of two sends")
     # Tensors shortened by less than this factor are sent uncompressed.
-    least_gain: float = 2.0
+    least_gain: float = number(2.0, least=1, unit="how much shorter a tensor must become")
     # Encoding of the factors: fp32, fp16 or bf16.
-    values: str = "bf16"
+    values: str = word("bf16", *_FLOATS)
     # What is compressed: gradients, or steps of Adam after the warm-up; auto = steps if the optimizer is Adam.
-    sends: str = "auto"
+    sends: str = word("auto", "auto", "gradients", "steps")
     # First optimizer steps, averaged without compression; 0 = off.
-    warmup_steps: int = 100
+    warmup_steps: int = number(100, unit="optimizer steps, 0 is off")
 
 
 @dataclass
@@ -70,9 +74,9 @@ class OneBitCompressionConfig(CompressionConfig):
 
     name: str = "onebit"
     # Numbers per scale, a multiple of 8.
-    block: int = 2048
+    block: int = checked(2048, _fills_bytes, "a positive multiple of 8 (eight signs make a byte)")
     # First optimizer steps, averaged without compression while Adam's variance is learned.
-    warmup_steps: int = 100
+    warmup_steps: int = number(100, least=1, unit="optimizer steps")
 
 
 CONFIGS: dict[str, type[CompressionConfig]] = {
@@ -168,21 +172,17 @@ def compression_problems(compression: Any) -> list[str]:
     Args:
         compression: a name, a mapping of ``name`` and options, or ``None``.
     """
-    if compression is None or compression == OFF:
-        return []
-    if isinstance(compression, str):
-        return _name_problems(compression)
-    if not isinstance(compression, Mapping):
+    given = _with_name(compression)
+    if not isinstance(given, Mapping):
         return [f"compression={compression!r}: must be a name, a mapping with name and options, or None (off)"]
-    given = dict(compression)
-    name = given.pop("name", None)
-    if name is None:
-        return [f"compression={dict(compression)}: has no name; name one of {OFF}, {', '.join(_OPTIONS)}"]
-    if name == OFF:
-        return [f"compression={OFF} has no options, got {', '.join(map(str, given))}"] if given else []
-    problems = _name_problems(name) or [
-        problem for key, value in given.items() for problem in _option_problems(name, str(key), value)
-    ]
+    given, name = dict(given), given.get("name")
+    if given.pop("name", None) is None:
+        return [f"compression={given}: has no name; name one of {OFF}, {', '.join(_OPTIONS)}"]
+    problems = [] if name == OFF else _name_problems(name)
+    if not problems:
+        schema = CONFIGS.get(str(name), CompressionConfig)
+        problems = [*unknown_options(schema, given, f"compression={name} with compression.")]
+        problems += value_problems(schema, given, "compression.")
     if not problems and given.get("sends") == "steps" and given.get("warmup_steps") == 0:
         return [
             f"compression.sends=steps with compression.warmup_steps=0 for {name}: Adam has no variance before a "
@@ -201,12 +201,14 @@ def choose_compression(compression: str | Mapping[str, Any] | None) -> Compressi
         ValueError: if there is no such compressor or option, or a value is out of range.
     """
     refuse(compression_problems(compression))
-    if compression is None or compression == OFF:
-        return None
-    if isinstance(compression, str):
-        return CompressionChoice(compression)
-    options = {str(key): value for key, value in compression.items() if key != "name"}
-    return None if compression["name"] == OFF else CompressionChoice(str(compression["name"]), options)
+    options = {str(key): value for key, value in _with_name(compression).items()}
+    name = str(options.pop("name"))
+    return None if name == OFF else CompressionChoice(name, options)
+
+
+def _with_name(compression: Any) -> Any:
+    name = OFF if compression is None else compression
+    return {"name": name} if isinstance(name, str) else name
 
 
 def nothing_to_compress(name: str) -> str:
@@ -230,50 +232,4 @@ def _name_problems(name: Any) -> list[str]:
         return []
     if name in REMOVED:
         return [f"compression={name} {REMOVED[name]}"]
-    known = (OFF, *_OPTIONS)
-    return [f"Unknown compression {name!r}.{_hint(str(name), known)} Available: {', '.join(known)}."]
-
-
-def _hint(given: str, allowed: Iterable[str]) -> str:
-    near = nearest(given, allowed)
-    return f" Did you mean {near!r}?" if near else ""
-
-
-def _option_problems(name: str, key: str, value: Any) -> list[str]:
-    allowed = _OPTIONS[name]
-    if key not in allowed:
-        known = f"It takes {', '.join(allowed)}." if allowed else "It takes none."
-        return [f"compression={name} has no option {key!r}.{_hint(key, allowed)} {known}"]
-    is_allowed, rule = _RULES.get((key, name)) or _RULES[key]
-    return [] if is_allowed(value) else [f"compression.{key}={value} for {name}: must be {rule}"]
-
-
-def _one_of(values: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: value in values), f"one of {', '.join(values)}"
-
-
-def _at_least(least: int, what: str) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: is_whole(value, least)), f"a whole number of at least {least} ({what})"
-
-
-# Option, or option and compressor -> the check of a value, and what it must be.
-_RULES: dict[str | tuple[str, str], tuple[Callable[[Any], bool], str]] = {
-    "block": _at_least(1, "numbers that share a scale"),
-    ("block", "onebit"): (
-        lambda value: is_whole(value, 8) and value % 8 == 0,
-        "a positive multiple of 8 (eight signs make a byte)",
-    ),
-    "ratio": (lambda value: is_number(value) and 0 < value <= 1, "above 0 and at most 1, like 0.01 (1 sends all)"),
-    ("values", "topk"): _one_of((*_FLOATS, "int8")),
-    ("values", "powersgd"): _one_of(_FLOATS),
-    # Gradients before the optimizer sees them, or within Adam's steps; auto: steps if the optimizer is Adam.
-    "sends": _one_of(("auto", "gradients", "steps")),
-    "iterations": _at_least(1, "rounds of two sends"),
-    "rank": _at_least(1, "columns"),
-    "least_gain": (
-        lambda value: is_number(value) and value >= 1,
-        "a number of at least 1 (how much shorter a tensor must become)",
-    ),
-    "warmup_steps": (lambda value: is_whole(value, 0), "a whole number of optimizer steps, 0 (off) or more"),
-    ("warmup_steps", "onebit"): _at_least(1, "optimizer steps"),
-}
+    return [f"compression={name}: unknown; {did_you_mean(str(name), (OFF, *_OPTIONS), 'compressors')}"]

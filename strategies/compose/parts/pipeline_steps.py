@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.data import metric_states, set_metric_states
 from trainwright.strategies.data.sharding.gathering import parameter_groups
 from trainwright.strategies.pipeline.engine import PipelineEngine
@@ -54,11 +55,13 @@ class PipelineSteps:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rehearses: bool = False) -> Any:
         """Run the user's step on one micro-batch; rehearsals without collectives of the strategy."""
-        strategy = self._strategy
+        strategy, step = self._strategy, self._strategy._step
         with strategy.precision_plugin.train_step_context(), self._observed(args[0]), strategy.ranks.among_data_ranks():
-            if strategy._step is not None and not rehearses:
-                return strategy._step("training_step", *args, **kwargs)
-            return self._engine.call(partial(strategy.lightning_module.training_step, *args, **kwargs))
+            if step is not None and not rehearses:
+                return step("training_step", *args, **kwargs)
+            # Calls of modules do not gather their weights: data ranks with one micro-batch do not rehearse.
+            with nullcontext() if step is None else with_attributes(step, running=True):
+                return self._engine.call(partial(strategy.lightning_module.training_step, *args, **kwargs))
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the user's step without gradients on all pipeline stages together."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainwright.core.config.options import class_of, is_whole
+from trainwright.core.config.options import class_of
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
 from trainwright.strategies.parameter_server import problems
@@ -18,7 +18,7 @@ _ELSE = f"leave it out, or type {_TYPED}"
 _CUTTING_AXES = ("pipeline", "context", "tensor", "expert")
 
 
-def placement_problems(layout: Layout, placement: Any, servers: Any, interface: str | None) -> Iterator[str]:
+def placement_problems(layout: Layout, placement: Any, servers: int, interface: str | None) -> Iterator[str]:
     """Yield the problems of a placement, with what to type instead.
 
     Args:
@@ -82,10 +82,8 @@ def _target_problems(placement: Mapping[str, str], layout: Layout) -> Iterator[s
         )
 
 
-def _layout_problems(layout: Layout, servers: Any) -> Iterator[str]:
-    if not is_whole(servers, 1):
-        yield f"strategy.table_servers={servers}: must be a whole number of at least 1; type strategy.table_servers=1"
-    elif -1 not in (layout.replicate, layout.shard):
+def _layout_problems(layout: Layout, servers: int) -> Iterator[str]:
+    if -1 not in (layout.replicate, layout.shard):
         yield from problems.rank_problems(servers, layout.replicate * layout.shard, "table_servers")
     given = [f"strategy.{axis}={getattr(layout, axis)}" for axis in _CUTTING_AXES if getattr(layout, axis) != 1]
     if given:

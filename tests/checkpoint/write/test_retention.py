@@ -62,11 +62,11 @@ def test_policies_combined(steps, last, every):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"keep_last": 0}, "keep_last must be 1 or more"),
+    ({"keep_last": 0}, "keep_last=0: must be a whole number of at least 1, or None to keep all"),
     ({"keep_every": 0}, "keep_every"),
     ({"keep_best": -1}, "keep_best"),
     ({"keep_best": 1}, "needs the name of a logged value"),
-    ({"mode": "best"}, "min or max"),
+    ({"mode": "best"}, "unknown; allowed: min, max"),
 ])  # fmt: skip
 def test_invalid_options(options, message):
     with pytest.raises(ValueError, match=message):

@@ -17,9 +17,9 @@ from tests.parity.harness import make_trainer
 from tests.parity.layout_modules import make_module
 from tests.parity.layouts import Texts
 from trainwright.core.layout import Layout
-from trainwright.strategies.compose.engine_options import EngineOptions
+from trainwright.strategies.compose.engine_options import ATTENTION, EngineOptions
 from trainwright.strategies.compose.hybrid import HybridStrategy
-from trainwright.strategies.compose.hybrid_options import ATTENTION, AXIS_OPTIONS, HybridOptions
+from trainwright.strategies.compose.hybrid_options import AXIS_OPTIONS, HybridOptions
 from trainwright.strategies.compose.one_axis import PipelineStrategy
 from trainwright.strategies.compose.rules import PLAN_PARTS, optimizer_problem, sync_batchnorm_problem
 from trainwright.strategies.context.attention import Method
@@ -31,7 +31,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"pipeline": 2}, {"micro_batches": 0}, ["micro_batches=0", "at least 1"]),
     ({"pipeline": 2}, {"schedule": "looped_bfs", "stages_per_rank": 0}, ["stages_per_rank=0", "at least 1"]),
     ({"pipeline": 2}, {"split": "even"}, ["split=even", "split=[3,5]"]),
-    ({"pipeline": 2}, {"split": [2, 0]}, ["split=[2, 0]", "at least 1"]),
+    ({"pipeline": 2}, {"split": [2, 0]}, ["split=[2,0]", "at least 1"]),
     ({"pipeline": 2}, {"split": [1, 1, 1]}, ["split=[1,1,1]", "names 3 stages", "make 2"]),
     ({"pipeline": 2}, {"batch_dims": {"x": "first"}}, ["batch_dims", "whole number"]),
     ({}, {"schedule": "zbv"}, ["schedule=zbv with pipeline=1 has no effect", "pipeline=2"]),
@@ -40,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({}, {"stage_dtype": "bf16"}, ["stage_dtype=bf16 with pipeline=1"]),
     ({"pipeline": 2}, {"stage_dtype": "bf61"}, ["stage_dtype=bf61", "did you mean bf16", "fp16"]),
     ({}, {"split": [1, 1]}, ["split=[1,1] with pipeline=1"]),
-    ({}, {"batch_dims": {"x": 1}}, ["batch_dims={'x': 1} with pipeline=1"]),
+    ({}, {"batch_dims": {"x": 1}}, ["batch_dims={x:1} with pipeline=1"]),
     ({"context": 2}, {"sequence_parallel": True}, ["sequence_parallel=true with tensor=1"]),
     ({}, {"loss_parallel": True}, ["loss_parallel=true with tensor=1"]),
     ({"tensor": 2}, {"attention": "gather"}, ["attention=gather with context=1"]),

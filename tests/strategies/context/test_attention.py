@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.strategies.contract.traffic import Collective, recorded
-from trainwright.strategies.compose.hybrid_options import ATTENTION as METHODS
+from trainwright.strategies.compose.engine_options import ATTENTION as METHODS
 from trainwright.strategies.context.attention import DistributedAttention, heads_problem
 from trainwright.strategies.context.documents import ATTENTION, attend_documents, document_attention, document_mask
 from trainwright.strategies.context.order import SequenceOrder

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.recipes.gpt.model import GPT, GPTConfig
-from trainwright.strategies.compose.hybrid_options import ATTENTION as METHODS
+from trainwright.strategies.compose.engine_options import ATTENTION as METHODS
 from trainwright.strategies.compose.model_plan import make_plan
 from trainwright.strategies.context.engine import ContextParallel, sequence_dim, validate_context
 from trainwright.strategies.plan.blocks import checkpoint_activations, find_blocks

@@ -243,7 +243,7 @@ def test_refusals():
         HybridStrategy(tensor=2, shard=1, prefetch=1)
     with pytest.raises(ValueError, match="no_sync_accumulation=true with stage 1 has no effect"):
         ZeroStrategy(1, no_sync_accumulation=True)
-    with pytest.raises(ValueError, match=r"bucket_mib=0: must be above 0 \(MiB\)"):
+    with pytest.raises(ValueError, match=r"bucket_mib=0: must be a finite number above 0 \(MiB\)"):
         ZeroStrategy(2, bucket_mib=0)
 
 
