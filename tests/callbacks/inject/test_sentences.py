@@ -117,7 +117,7 @@ def _problems(conf: Path, *words: str, verb: str = "fit") -> str:
     (["+inject=partition([1, 5], 1)"], "fit", ["no rank 5"]),
     (["+inject=partition(0, 1)", "devices=1", "strategy=single"], "fit", ["devices=2"]),
     (["+inject=soak(1, kinds=['partition'])", "devices=1", "strategy=single"], "fit", ["devices=2"]),
-    (["+inject=kill(rank=1, at_step=4)"], "fit", ["max_steps=4", "number 3"]),
+    (["+inject=kill(rank=1, at_step=4)"], "fit", ["max_steps=4", "the last step is 3"]),
     (["+inject=full_disk(at_step=1)", "checkpoint=none"], "fit", ["no checkpoint", "checkpoint=last"]),
     (["+inject=kill(rank=1, at_step=1)"], "test", ["inject with test"]),
     (["+inject=foo(1)"], "fit", ["no fault 'foo'"]),
