@@ -22,6 +22,7 @@ from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.core.run.traits import Traits
 from trainwright.strategies.base.parameter_memory import memory_problems
 from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.groups import destroy_groups
 from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.parameter_server.dedicated_ranks import FitSignals, split_world
@@ -421,6 +422,11 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         super().teardown()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the last micro-batch of a step, and step; a scaler runs it before the optimizer's step."""
+        with with_attributes(self._served, ends_step=True):
+            return super().optimizer_step(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; where ranks step independently, collectives inside raise."""

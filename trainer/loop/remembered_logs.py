@@ -246,7 +246,7 @@ def match_logged(
     for key, form in forms.items():
         if key not in own:
             neutral = {"max": -torch.inf, "min": torch.inf}.get(form["reduce"], 0.0)
-            entry = {"fx": form["fx"].removesuffix(f".{results.dataloader_idx}"), "value": neutral, "dtype": "float32"}
+            entry = {"fx": form["fx"].removesuffix(f".{results.dataloader_idx}"), "value": neutral}
             RememberedLogs([form | entry]).restore(results, module, sync)
     results.update({key: results.pop(key) for key in forms})
 

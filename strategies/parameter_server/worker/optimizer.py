@@ -162,12 +162,8 @@ class ServedOptimizer(Optimizer):
         if closure is not None:
             if self._client is not None and not self.shows_averages:
                 self._client.begin()
-            self.ends_step = True
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-            finally:
-                self.ends_step = False
+            with torch.enable_grad():
+                loss = closure()
         if self._client is None or self._plan is None or self._written is None:
             raise RuntimeError("The optimizer steps on parameter servers, which run while trainer.fit does.")
         if self.optimizer.state:
