@@ -93,7 +93,10 @@ class LeanResults(_ResultCollection):
     ) -> None:
         """See :meth:`lightning.pytorch.LightningModule.log`, whose other arguments are ``options``."""
         if self._padding and isinstance(value, Tensor):
-            value, batch_size = _neutral(value, options.get("reduce_fx", torch.mean)), 0
+            reduce_fx, batch_size = options.get("reduce_fx", torch.mean), 0
+            # What a hook logs, such as a norm of gradients, is not of this rank's batch.
+            if not (fx.startswith("on_") and reduce_fx in (torch.mean, "mean", "avg")):
+                value = _neutral(value, reduce_fx)
         key = (fx, name, self.dataloader_idx)
         known = self._known.get(key)
         if known is not None and known[0] == options and isinstance(value, Tensor):
