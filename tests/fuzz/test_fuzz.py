@@ -19,7 +19,7 @@ from tests.fuzz.script import script
 from tests.fuzz.shrink import shrunk
 
 # `make fuzz SEEDS=...` runs others.
-SEEDS = (0, 1, 2, 3, 4, 6, 9, 12, 13, 14, 16, 17, 18, 122)
+SEEDS = (0, 1, 2, 3, 6, 9, 13, 122)
 CELLS = [(seed, cell) for seed in SEEDS for cell in cells_of(seed, program_of(seed))]
 
 

@@ -60,11 +60,11 @@ def test_options_are_separated() -> None:
     [
         (["verify.steps=0"], "32", ["verify.steps=0", "at least 1"]),
         (["verify.steps=2.5"], "32", ["verify.steps=2.5", "whole number"]),
-        (["verify.steps=true"], "32", ["verify.steps=True"]),
-        (["verify.tolerance=0"], "32", ["verify.tolerance=0", "more than 0"]),
+        (["verify.steps=true"], "32", ["verify.steps=true", "whole number"]),
+        (["verify.tolerance=0"], "32", ["verify.tolerance=0", "above 0"]),
         (["verify.tolerance=tight"], "32", ["verify.tolerance=tight"]),
-        (["verify.stepz=3"], "32", ["verify.stepz=3", "did you mean verify.steps?"]),
-        (["verify=3"], "32", ["verify=3", "keys: verify.steps, verify.tolerance"]),
+        (["verify.stepz=3"], "32", ["verify.stepz=3", "did you mean steps?"]),
+        (["verify=3"], "32", ["verify=3", "options: steps, tolerance"]),
         ([], "bf16-mixed", ["precision=bf16-mixed", "verify.tolerance=0.01"]),
     ],
 )
