@@ -18,7 +18,7 @@ from tests.pool import RankError, RankTimeout
 
 TIMEOUT = 40.0
 # Errors of Python, which refuse nothing.
-INTERNAL = re.compile(r"(Key|Index|Attribute|Assertion)Error|ValueError: (zip\(\)|not enough|too many)")
+INTERNAL = re.compile(r"(Key|Index|Attribute)Error|AssertionError: $|ValueError: (zip\(\)|not enough|too many)")
 
 
 @dataclass(frozen=True)
