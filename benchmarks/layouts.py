@@ -36,7 +36,8 @@ from trainwright.command.run import prepare
 from trainwright.core.run.run_directory import read_config
 from trainwright.planning.search import auto
 from trainwright.planning.search.planned_config import PlannedConfig
-from trainwright.strategies.compose.world import Surroundings, closed_layout
+from trainwright.strategies.compose.engine_options import engine_options_of
+from trainwright.strategies.compose.world import Surroundings, closed_layout, options_of
 from trainwright.strategies.contract.communication.meter import CommunicationMeter, Counts
 from trainwright.tools.doctor.examination import DoctorRequest, examine_locally
 from trainwright.tools.doctor.profile import profile_of
@@ -243,10 +244,12 @@ def predicted_seconds(name: str, options: argparse.Namespace, profile: Mapping[s
     cfg = auto._on_this_machine({**plain, "device": dict(profile)})
     layout = closed_layout(cfg, Surroundings())
     assert layout is not None
-    searched, parts = PlannedConfig(cfg), auto._parts(cfg, layout)
+    searched, engine = PlannedConfig(cfg), engine_options_of(options_of(cfg.strategy))
+    parts = engine.micro_batches_for(layout.pipeline) if layout.pipeline > 1 else 1
     rounds = cfg.global_batch_size // (layout.data_ranks * cfg.micro_batch_size)
-    work = auto._work(cfg, layout, cfg.micro_batch_size // parts, rounds, parts)
-    return searched.time_of(work, searched.facts.of(auto._cut(cfg, layout))).total
+    work = auto._work(cfg.strategy, engine, layout, cfg.micro_batch_size, rounds, parts)
+    cut = auto._cut(engine, layout, cfg.strategy.get("activation_checkpointing", "none"))
+    return searched.time_of(work, searched.facts.of(cut)).total
 
 
 def measured_profile(options: argparse.Namespace) -> dict[str, Any]:
