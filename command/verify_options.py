@@ -1,13 +1,14 @@
 """Options of `trainwright verify`: `verify.steps=`, `verify.tolerance=`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from trainwright.core.config.options import number, unknown_options, value_problems
+from trainwright.core.config.options import number, value_problems
+from trainwright.core.problems import did_you_mean
 
 PREFIX = "verify"
 # Holds for fp32 on every layout; other precisions need an explicit bound.
@@ -51,16 +52,17 @@ def take_options(overrides: Sequence[str]) -> tuple[VerifyOptions, list[str], li
     Returns:
         The options, the overrides of the run, and the problems.
     """
+    keys = {f"{PREFIX}.{item.name}": item.name for item in fields(VerifyOptions)}
     own = [text for text in overrides if text.lstrip("+~").split("=", 1)[0].split(".")[0] == PREFIX]
     values: dict[str, Any] = {}
     problems: list[str] = []
     for text in own:
-        name = text.split("=", 1)[0].removeprefix(f"{PREFIX}.")
-        if unknown := unknown_options(VerifyOptions, [name], f"{text}: {PREFIX}."):
-            problems += unknown
+        key = text.split("=", 1)[0]
+        if key not in keys:
+            problems.append(f"{text}: there is no such key; {did_you_mean(key, list(keys), 'keys')}")
             continue
         try:
-            values[name] = OverridesParser.create().parse_override(text).value()
+            values[keys[key]] = OverridesParser.create().parse_override(text).value()
         except HydraException:
             problems.append(f"{text}: this is not key=value; type for example verify.steps=4")
     return VerifyOptions(**values), [text for text in overrides if text not in own], problems

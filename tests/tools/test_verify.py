@@ -63,8 +63,8 @@ def test_options_are_separated() -> None:
         (["verify.steps=true"], "32", ["verify.steps=true", "whole number"]),
         (["verify.tolerance=0"], "32", ["verify.tolerance=0", "above 0"]),
         (["verify.tolerance=tight"], "32", ["verify.tolerance=tight"]),
-        (["verify.stepz=3"], "32", ["verify.stepz=3", "did you mean steps?"]),
-        (["verify=3"], "32", ["verify=3", "options: steps, tolerance"]),
+        (["verify.stepz=3"], "32", ["verify.stepz=3", "did you mean verify.steps?"]),
+        (["verify=3"], "32", ["verify=3", "keys: verify.steps, verify.tolerance"]),
         ([], "bf16-mixed", ["precision=bf16-mixed", "verify.tolerance=0.01"]),
     ],
 )
