@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.torch_internals import FakeTensor, FakeTensorMode
+from trainwright.core.torch_internals import FakeTensor, FakeTensorMode, _disable_current_modes
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.pipeline.tracing import sample_functions as functions
@@ -110,6 +110,14 @@ class StandIns:
             return made.requires_grad_(tensor.requires_grad)
 
         return pytree.tree_map_only(Tensor, replace, (args, kwargs))  # type: ignore[no-any-return]
+
+    def without_running(self, func: Callable[[], Any]) -> Any:
+        """Return what ``func`` returns for data, without values; runs it if its shapes depend on values."""
+        try:
+            with _disable_current_modes(), self._mode:
+                return func()
+        except Exception:
+            return func()
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         with self._mode:

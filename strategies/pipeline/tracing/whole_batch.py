@@ -326,9 +326,10 @@ class Replay(_Calls):
     # ---- values of data -----------------------------------------------------------------------------------------
 
     def _of_data(self, call: Rehearsed, func: Any, args: Any, kwargs: Any) -> Any:
-        output = func(*args, **kwargs)
         if not call.values:
-            return output
+            return func(*args, **kwargs)
+        # Indices of the whole batch, such as a permutation, are out of the bounds of a micro-batch.
+        output = self._rehearsal.stand_ins.without_running(lambda: func(*args, **kwargs))
         shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
         parts = [self._slice(*pair) for pair in zip(call.values, shapes, strict=True)]
         if any(part is None for part in parts):
