@@ -245,7 +245,7 @@ class Training:
         """Run the user's step for one stage and micro-batch; see :class:`UserStepStage`."""
         step = self._step
         run = StagePass(self.routes, stage, received)
-        if step.rehearsal is not None:
+        if step.rehearsal is not None and (run.is_last or step.rehearsal.has_values):
             start, ends = sum(step.sizes[:part]), run.is_last and not self.is_whole
             samples = batches.tensors_of(step.batches[part])
             run.replay = Replay(step.rehearsal, samples, start, step.sizes[part], ends)

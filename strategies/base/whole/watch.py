@@ -59,7 +59,8 @@ class UseWatch(TorchFunctionMode):
         self._everywhere: dict[str, bool] = {}
         self._method = ""
         self._depth = self._pauses = 0
-        self._is_popped = False
+        # Modes above this one while it is off the stack; None: it is on.
+        self._above: list[Any] | None = None
 
     @contextmanager
     def watching(self, method: str) -> Iterator[None]:
@@ -96,9 +97,11 @@ class UseWatch(TorchFunctionMode):
     def _enter(self, method: str, everywhere: bool, *_: Any) -> None:
         self._depth += 1
         self._method = method
-        if not everywhere and self._depth == 1 and _get_current_function_mode() is self:
-            _pop_mode()
-            self._is_popped = True
+        if not everywhere and self._depth == 1:
+            with _lifted(lambda mode: mode is not self) as above:
+                if _get_current_function_mode() is self:
+                    _pop_mode()
+                    self._above = above
 
     def _leave(self, *_: Any) -> None:
         if self._depth == 1:
@@ -106,9 +109,10 @@ class UseWatch(TorchFunctionMode):
         self._depth -= 1
 
     def _resume(self) -> None:
-        if self._is_popped:
-            _push_mode(self)
-            self._is_popped = False
+        if self._above is not None:
+            above, self._above = self._above, None
+            with _lifted(lambda mode: any(mode is each for each in above)):
+                _push_mode(self)
 
     def _passes(self, func: Any) -> bool:
         """Return whether to run ``func`` as it is: for the strategy, for metadata, in backward."""
@@ -198,6 +202,19 @@ class UseWatch(TorchFunctionMode):
 
 def _is_trained(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
+
+
+@contextmanager
+def _lifted(is_above: Callable[[Any], bool]) -> Iterator[list[Any]]:
+    """Take the innermost function modes for which ``is_above`` is true off the stack in a ``with`` block."""
+    taken: list[Any] = []
+    while (mode := _get_current_function_mode()) is not None and is_above(mode):
+        taken.append(_pop_mode())
+    try:
+        yield taken
+    finally:
+        for mode in reversed(taken):
+            _push_mode(mode)
 
 
 @contextmanager

@@ -27,9 +27,9 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     _, python, gauss = random.getstate()
     return {
         **torch_state(device),
-        "numpy": torch.tensor([*map(int, words), position, has_gauss], dtype=torch.int64),
+        "numpy": torch.from_numpy(np.array([*words, position, has_gauss], dtype=np.int64)),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "python": torch.tensor(python, dtype=torch.int64),
+        "python": torch.from_numpy(np.array(python, dtype=np.int64)),  # torch.tensor takes ten times as long
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from trainwright.strategies.pipeline.tracing import sample_functions as function
 from trainwright.strategies.pipeline.tracing.block_values import Placeholder
 from trainwright.strategies.pipeline.value_spec import PLAIN, tensors_in
 
+# Calls of functions whose results are known; numbers among their arguments may differ in each step.
+_MOST = 1000
+
 
 class Written(Protocol):
     """The module as written."""
@@ -29,10 +33,21 @@ class Written(Protocol):
         """Show it, with these parameters, in a ``with`` block."""
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What a tensor without values is made from."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 class StandIns:
     """Tensors without values for parameters, and for outputs of modules that have some.
 
-    A module runs on them once for each set of shapes.
+    Modules and functions run on them once for each form of their arguments.
 
     Args:
         written: the module as written.
@@ -47,7 +62,9 @@ class StandIns:
         self._written, self._gates, self._device = written, gates, device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._outputs: dict[Any, Any] = {}
+        self._calls: dict[Any, tuple[Any, functions.Operators]] = {}
         self._keys: dict[int, str] = {}
+        self._leaf = torch.zeros((), requires_grad=True)
         self.transparent: set[int] = set()
 
     @contextmanager
@@ -62,15 +79,39 @@ class StandIns:
 
     def output(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a module's output."""
-        place = self._key_of(module), module.training, str(pytree.tree_map(_form, (args, kwargs)))
+        place = self._key_of(module), module.training, _key((args, kwargs), is_strict=False)
         if place not in self._outputs:
             with self.shown():
                 made = module(*args, **kwargs)
-            self._outputs[place] = pytree.tree_map_only(Tensor, self.like, made)
-        if any(not tensor.dim() for tensor in tensors_in(self._outputs[place])):
+            self._outputs[place] = pytree.tree_map_only(Tensor, lambda each: _form(self.like(each)), made)
+        output = self._made(self._outputs[place])
+        if any(not tensor.dim() for tensor in tensors_in(output)):
             self.transparent.add(id(module))
-        # Clones: in-place changes of a leaf are errors.
-        return pytree.tree_map_only(Tensor, Tensor.clone, self._outputs[place])
+        return output
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, functions.Operators]:
+        """Return what a function returns for arguments without values, and its operators."""
+        key = None
+        with suppress(TypeError):  # of objects that are no plain values
+            key = func, _key((args, kwargs)), torch.is_grad_enabled(), torch.is_autocast_enabled(self._device.type)
+        if key in self._calls:
+            output, ran = self._calls[key]
+            return self._made(output), ran
+        with functions.Operators() as ran:
+            output = func(*args, **kwargs)
+        given = {id(each) for each in tensors_in((args, kwargs))}
+        is_new = [_is_fake(each) and id(each) not in given for each in pytree.tree_leaves(output)]
+        if key is not None and is_new and all(is_new):
+            if len(self._calls) == _MOST:
+                self._calls.clear()
+            self._calls[key] = pytree.tree_map_only(Tensor, _form, output), ran
+        return output, ran
+
+    def _made(self, form: Any) -> Any:
+        """Return new tensors; one that requires grad is no leaf, whose in-place changes were errors."""
+        if not isinstance(form, _Form):
+            return pytree.tree_map_only(_Form, self._made, form)
+        return _NoLeaf.apply(self._leaf, self._mode, form) if form.requires_grad else _fake(self._mode, form)
 
     def _key_of(self, module: nn.Module) -> str:
         """Return a key that is equal for modules whose outputs have the same shapes."""
@@ -97,6 +138,8 @@ class StandIns:
         """Return arguments without values of parameters and activations."""
         if func is Tensor.__getitem__ and not isinstance(args[1], str):
             args = (args[0], functions.positions(args[1]))
+        if all(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
+            return args, kwargs
         known: dict[int, tuple[int, ...]] = {}
 
         def replace(tensor: Tensor) -> Tensor:
@@ -120,11 +163,52 @@ class StandIns:
             return func()
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with self._mode:
-            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        return FakeTensor(self._mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), self._device)
 
 
-def _form(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype
-    return leaf if isinstance(leaf, PLAIN) else type(leaf)
+class _NoLeaf(torch.autograd.Function):
+    """Creates a tensor with a ``grad_fn``, several times faster than an operator of a :class:`FakeTensorMode`."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, mode: FakeTensorMode, form: _Form) -> Tensor:
+        """Create it."""
+        return _fake(mode, form)
+
+
+def _fake(mode: FakeTensorMode, form: _Form) -> Tensor:
+    return FakeTensor(mode, torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta"), form.device)
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.layout is torch.strided
+
+
+def _form(tensor: Tensor) -> _Form:
+    return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _key(value: Any, is_strict: bool = True) -> Any:
+    """Return a key that is equal for arguments of one form; unless ``is_strict``, of other objects their types.
+
+    Raises:
+        TypeError: if an argument is an object whose value may decide on the form of results.
+    """
+    if isinstance(value, Tensor):
+        return _form(value) if value.layout is torch.strided else (value.layout, value.dtype, str(value.shape))
+    if isinstance(value, tuple | list):
+        return type(value), *(_key(each, is_strict) for each in value)
+    if isinstance(value, dict):
+        return (*((name, _key(each, is_strict)) for name, each in value.items()),)
+    if isinstance(value, slice):
+        return slice, *(_key(each, is_strict) for each in (value.start, value.stop, value.step))
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:  # a registered dataclass
+        return type(value), *(_key(each, is_strict) for each in leaves)
+    if is_strict:
+        raise TypeError(type(value).__name__)
+    return type(value)
+
+
+_PLAIN = (*PLAIN, torch.device, torch.layout, torch.memory_format, type(...))

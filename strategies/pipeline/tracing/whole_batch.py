@@ -172,6 +172,11 @@ class Rehearsal(_Calls):
         self._in_blocks = self._reads = False
         self.mark(batch, Kind.DATA)
 
+    @property
+    def has_values(self) -> bool:
+        """True if calls have values that those of a micro-batch may not have."""
+        return any(call.values or call.numbers for call in self.calls)
+
     def run(self, function: Callable[[], Any]) -> None:
         """Run ``function``, which runs the user's step."""
         with self, suppress(StageDone):
@@ -220,8 +225,10 @@ class Rehearsal(_Calls):
                 empty = torch.zeros(args[0].shape, dtype=args[0].dtype)
                 return func(empty, *args[1:], **kwargs) if func in READS_NUMBERS else False
             args, kwargs = self.stand_ins.without_values(func, args, kwargs)
-        with functions.Operators() as ran:
-            output = func(*args, **kwargs)
+            output, ran = self.stand_ins.call(func, args, kwargs)
+        else:
+            with functions.Operators() as ran:
+                output = func(*args, **kwargs)
         if kind is Kind.CONSTANT and not ran.draws:
             return output
         self.draws |= ran.draws

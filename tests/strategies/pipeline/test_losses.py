@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -11,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import make_trainer
+from trainwright.strategies.pipeline.tracing.whole_batch import Rehearsal
+from trainwright.strategies.pipeline.training import PipelineStep, Training
 
 Ranks = Callable[..., list[Any]]
 WORDS, WIDTH, LENGTH, BATCH, STEPS = 12, 8, 5, 8, 4
@@ -166,3 +170,26 @@ def test_losses_of_the_whole_batch(ranks: Ranks, form: str) -> None:
     for found in ranks(trained, 2, form, "pipeline", micro_batches=4):
         compare(form, found, alone)
         assert found[4] == (form in JOINED)
+
+
+def operators(form: str) -> list[int]:
+    """Return how many operators on tensors without values each step runs."""
+    counts: list[int] = []
+
+    def rehearse(self: Training, step: PipelineStep) -> Rehearsal:
+        with mock.patch.object(FakeTensorMode, "dispatch", autospec=True, side_effect=FakeTensorMode.dispatch) as run:
+            rehearsal = real(self, step)
+        counts.append(run.call_count)
+        return rehearsal
+
+    real = Training._rehearse
+    with mock.patch.object(Training, "_rehearse", rehearse):
+        trained(form, "pipeline", micro_batches=4, certificate="off")
+    return counts
+
+
+def test_a_rehearsal_repeats_no_operators(ranks: Ranks) -> None:
+    """Arguments of known forms have known results: all those of the second epoch."""
+    for counts in ranks(operators, 2, "two_terms"):
+        assert counts[0] > 0
+        assert counts[STEPS:] == [0] * STEPS
