@@ -92,8 +92,7 @@ class Certificate:
         Raises:
             RuntimeError: with ``"refuse"``, if the ranks' shards differ from the first rank's weights.
         """
-        assert self._written is not None
-        self._written.set_up()
+        self.written.set_up()
         fitting = strategy.lightning_module.trainer.state.fn == "fit" and self.choice != "off"
         self.checks, self.is_due = [], fitting and strategy.certified.is_split
         if self.is_due and is_param_in_hook_signature(strategy.lightning_module.training_step, "dataloader_iter", True):
@@ -103,7 +102,7 @@ class Certificate:
         weights, self._weights = self._weights, None
         if self.is_due and strategy.reduce_boolean_decision(weights is not None):
             assert weights is not None
-            wrong = parts_that_differ(strategy, self._written, weights)
+            wrong = parts_that_differ(strategy, self.written, weights)
             if wrong:
                 self._report(
                     f"The layout {strategy.layout} holds different values of {wrong} than the module", strategy, wrong
@@ -125,8 +124,7 @@ class Certificate:
     def _make(self, strategy: Any, batch: Any, batch_idx: int, step: int) -> bool:
         """Compare, unless the resumed run was certified for the same layout and code; return whether it did."""
         self.is_due, trainer = False, strategy.lightning_module.trainer
-        assert self._written is not None
-        key, (resumed, known) = _key_of(strategy, self._written), strategy.state.resumed_certificate
+        key, (resumed, known) = _key_of(strategy, self.written), strategy.state.resumed_certificate
         is_known = bool(strategy.reduce_boolean_decision(resumed == key))
         self.patterns.learn()
         if is_known or self._compare(strategy, batch, batch_idx, FIRST, step):
@@ -163,13 +161,12 @@ class Certificate:
 
     def _compare(self, strategy: Any, batch: Any, batch_idx: int, reason: str, of_step: int) -> bool:
         """Compare a batch, read after ``of_step`` optimizer steps; return whether results agree."""
-        assert self._written is not None
         # Imported lazily: only needed for split modules.
         from trainwright.strategies.base.certificate.certify import certify
 
         trainer, name = strategy.lightning_module.trainer, type(strategy.lightning_module).__name__
         with trainer.phases.within(CERTIFICATE) if hasattr(trainer, "phases") else nullcontext():
-            outcome = certify(strategy, self._written, batch, batch_idx)
+            outcome = certify(strategy, self.written, batch, batch_idx)
         seconds, written, since = largest_of_ranks(strategy, outcome.seconds, outcome.written_seconds, -of_step)
         check = Check(trainer.global_step, reason, replace(outcome, seconds=seconds, written_seconds=written))
         self.checks.append(check)
@@ -211,8 +208,7 @@ def _is_finite(module: nn.Module) -> bool:
 
 def _key_of(strategy: Any, written: AsWritten) -> str:
     """Return a digest of a certificate's inputs: layout, options, precision, versions, shapes and source code."""
-    module = strategy.lightning_module
-    parts = _parts_of_key(strategy, written, module)
+    parts = _parts_of_key(strategy, written, strategy.lightning_module)
     return hashlib.sha256(b"".join(part.encode() + b"\0" for part in parts)).hexdigest()[:32]
 
 

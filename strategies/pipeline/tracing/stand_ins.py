@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -31,17 +30,6 @@ class Written(Protocol):
 
     def shown(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> AbstractContextManager[None]:
         """Show it, with these parameters, in a ``with`` block."""
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What a tensor without values is made from."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
 
 
 class StandIns:
@@ -83,35 +71,33 @@ class StandIns:
         if place not in self._outputs:
             with self.shown():
                 made = module(*args, **kwargs)
-            self._outputs[place] = pytree.tree_map_only(Tensor, lambda each: _form(self.like(each)), made)
-        output = self._made(self._outputs[place])
+            self._outputs[place] = pytree.tree_map_only(Tensor, self.like, made)
+        output = self._again(self._outputs[place])
         if any(not tensor.dim() for tensor in tensors_in(output)):
             self.transparent.add(id(module))
         return output
 
     def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, functions.Operators]:
         """Return what a function returns for arguments without values, and its operators."""
-        key = None
-        with suppress(TypeError):  # of objects that are no plain values
-            key = func, _key((args, kwargs)), torch.is_grad_enabled(), torch.is_autocast_enabled(self._device.type)
+        key = func, _key((args, kwargs)), torch.is_grad_enabled(), torch.is_autocast_enabled(self._device.type)
         if key in self._calls:
             output, ran = self._calls[key]
-            return self._made(output), ran
+            return self._again(output), ran
         with functions.Operators() as ran:
             output = func(*args, **kwargs)
         given = {id(each) for each in tensors_in((args, kwargs))}
         is_new = [_is_fake(each) and id(each) not in given for each in pytree.tree_leaves(output)]
-        if key is not None and is_new and all(is_new):
+        if is_new and all(is_new):
             if len(self._calls) == _MOST:
                 self._calls.clear()
-            self._calls[key] = pytree.tree_map_only(Tensor, _form, output), ran
+            self._calls[key] = self._again(output), ran
         return output, ran
 
-    def _made(self, form: Any) -> Any:
-        """Return new tensors; one that requires grad is no leaf, whose in-place changes were errors."""
-        if not isinstance(form, _Form):
-            return pytree.tree_map_only(_Form, self._made, form)
-        return _NoLeaf.apply(self._leaf, self._mode, form) if form.requires_grad else _fake(self._mode, form)
+    def _again(self, known: Any) -> Any:
+        """Return new tensors like known ones; one that requires grad is no leaf, whose in-place changes were errors."""
+        if not isinstance(known, Tensor):
+            return pytree.tree_map_only(Tensor, self._again, known)
+        return _NoLeaf.apply(self._leaf, self._mode, known) if known.requires_grad else _like(self._mode, known)
 
     def _key_of(self, module: nn.Module) -> str:
         """Return a key that is equal for modules whose outputs have the same shapes."""
@@ -170,31 +156,30 @@ class _NoLeaf(torch.autograd.Function):
     """Creates a tensor with a ``grad_fn``, several times faster than an operator of a :class:`FakeTensorMode`."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, mode: FakeTensorMode, form: _Form) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, mode: FakeTensorMode, known: Tensor) -> Tensor:
         """Create it."""
-        return _fake(mode, form)
+        return _like(mode, known)
 
 
-def _fake(mode: FakeTensorMode, form: _Form) -> Tensor:
-    return FakeTensor(mode, torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta"), form.device)
+def _like(mode: FakeTensorMode, known: Tensor) -> Tensor:
+    made = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="meta")
+    return FakeTensor(mode, made, known.device)
 
 
 def _is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.layout is torch.strided
 
 
-def _form(tensor: Tensor) -> _Form:
-    return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-
 def _key(value: Any, is_strict: bool = True) -> Any:
-    """Return a key that is equal for arguments of one form; unless ``is_strict``, of other objects their types.
+    """Return a key that is equal for arguments of one form.
 
-    Raises:
-        TypeError: if an argument is an object whose value may decide on the form of results.
+    Args:
+        value: the arguments.
+        is_strict: whether objects that are no plain values equal no others; else, those of their type.
     """
     if isinstance(value, Tensor):
-        return _form(value) if value.layout is torch.strided else (value.layout, value.dtype, str(value.shape))
+        stride = value.stride() if value.layout is torch.strided else value.layout
+        return tuple(value.shape), stride, value.dtype, value.device, value.requires_grad
     if isinstance(value, tuple | list):
         return type(value), *(_key(each, is_strict) for each in value)
     if isinstance(value, dict):
@@ -206,9 +191,7 @@ def _key(value: Any, is_strict: bool = True) -> Any:
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:  # a registered dataclass
         return type(value), *(_key(each, is_strict) for each in leaves)
-    if is_strict:
-        raise TypeError(type(value).__name__)
-    return type(value)
+    return object() if is_strict else type(value)
 
 
 _PLAIN = (*PLAIN, torch.device, torch.layout, torch.memory_format, type(...))

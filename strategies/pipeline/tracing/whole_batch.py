@@ -160,6 +160,7 @@ class Rehearsal(_Calls):
         calls: in order.
         logs: by name.
         draws: whether user code drew random numbers.
+        has_values: whether calls have values or numbers that those of micro-batches may not have.
         problem: why it failed, or ``""``.
     """
 
@@ -169,13 +170,8 @@ class Rehearsal(_Calls):
         self.logs: dict[str, Logged] = {}
         self.draws, self.problem, self.size = False, "", size
         self.stand_ins, self._blocks, self._is_full = stand_ins, blocks, is_full
-        self._in_blocks = self._reads = False
+        self._in_blocks = self._reads = self.has_values = False
         self.mark(batch, Kind.DATA)
-
-    @property
-    def has_values(self) -> bool:
-        """True if calls have values that those of a micro-batch may not have."""
-        return any(call.values or call.numbers for call in self.calls)
 
     def run(self, function: Callable[[], Any]) -> None:
         """Run ``function``, which runs the user's step."""
@@ -246,6 +242,7 @@ class Rehearsal(_Calls):
         is_write = func is Tensor.__setitem__ or (len(args) > 0 and output is args[0])
         shapes, numbers = [tuple(each.shape) for each in found], _numbers(args) if ran.are_pointwise else ()
         numel = given[0].numel() if given else 0
+        self.has_values |= bool(values or numbers)
         self.calls.append(Rehearsed(func, ran, is_write, shapes, values, numel, total, numbers, not self._reads))
         for tensor in (*found, *given[:is_write]):
             self._kinds[tensor] = Kind.DATA if has_values else Kind.SAMPLES
