@@ -50,11 +50,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _remember(self, tensor: Tensor) -> bool:
         """Record a storage and return whether it is new."""
-        local = getattr(tensor, "_local_tensor", tensor)
-        if local.device.type == "meta":
-            return False
-        storage = local.untyped_storage()
-        if storage in self._storages or storage in self._ignored:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        # Fake tensors have another device than their storage.
+        if storage.device.type == "meta" or storage in self._storages or storage in self._ignored:
             return False
         self._storages[storage] = None
         return True
