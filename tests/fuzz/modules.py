@@ -82,15 +82,17 @@ class Metrics(Trained):
 
 
 class Rooted(Trained):
-    """Trains parameters of its own: a 0-d temperature and a bias of the scores; and counts its steps in a buffer."""
+    """Trains parameters of its own: a 0-d temperature and a slope of the scores; and counts its steps in a buffer."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.temperature, self.bias = nn.Parameter(torch.tensor(1.2)), nn.Parameter(torch.zeros(1))
+        self.temperature, self.slope = nn.Parameter(torch.tensor(1.2)), nn.Parameter(torch.zeros(1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.temperature + self.bias
+        scores = self.net(x) * self.temperature
+        # A bias of all scores would have no gradient but rounding, which Adam enlarges.
+        return scores + self.slope * torch.arange(scores.shape[-1], device=scores.device)
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.steps.fill_(self.global_step)
