@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -70,9 +70,8 @@ class StandIns:
         place = self._key_of(module), module.training, _key((args, kwargs), is_strict=False)
         if place not in self._outputs:
             with self.shown():
-                made = module(*args, **kwargs)
-            self._outputs[place] = pytree.tree_map_only(Tensor, self.like, made)
-        output = self._again(self._outputs[place])
+                self._outputs[place] = pytree.tree_map_only(Tensor, self.like, module(*args, **kwargs))
+        output = self._fresh(self._outputs[place])
         if any(not tensor.dim() for tensor in tensors_in(output)):
             self.transparent.add(id(module))
         return output
@@ -82,7 +81,7 @@ class StandIns:
         key = func, _key((args, kwargs)), torch.is_grad_enabled(), torch.is_autocast_enabled(self._device.type)
         if key in self._calls:
             output, ran = self._calls[key]
-            return self._again(output), ran
+            return self._fresh(output), ran
         with functions.Operators() as ran:
             output = func(*args, **kwargs)
         given = {id(each) for each in tensors_in((args, kwargs))}
@@ -90,14 +89,15 @@ class StandIns:
         if is_new and all(is_new):
             if len(self._calls) == _MOST:
                 self._calls.clear()
-            self._calls[key] = self._again(output), ran
+            self._calls[key] = self._fresh(output), ran
         return output, ran
 
-    def _again(self, known: Any) -> Any:
-        """Return new tensors like known ones; one that requires grad is no leaf, whose in-place changes were errors."""
+    def _fresh(self, known: Any) -> Any:
+        """Return new tensors like known ones; non-leaf if they require grad, so that they may be changed in place."""
         if not isinstance(known, Tensor):
-            return pytree.tree_map_only(Tensor, self._again, known)
-        return _NoLeaf.apply(self._leaf, self._mode, known) if known.requires_grad else _like(self._mode, known)
+            return pytree.tree_map_only(Tensor, self._fresh, known)
+        make = partial(_like, self._mode, known)  # as an argument, a tensor would keep its graph alive
+        return _NonLeaf.apply(self._leaf, make) if known.requires_grad else make()
 
     def _key_of(self, module: nn.Module) -> str:
         """Return a key that is equal for modules whose outputs have the same shapes."""
@@ -152,13 +152,13 @@ class StandIns:
         return FakeTensor(self._mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), self._device)
 
 
-class _NoLeaf(torch.autograd.Function):
+class _NonLeaf(torch.autograd.Function):
     """Creates a tensor with a ``grad_fn``, several times faster than an operator of a :class:`FakeTensorMode`."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, mode: FakeTensorMode, known: Tensor) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, make: Callable[[], Tensor]) -> Tensor:
         """Create it."""
-        return _like(mode, known)
+        return make()
 
 
 def _like(mode: FakeTensorMode, known: Tensor) -> Tensor:
