@@ -207,6 +207,7 @@ def evaluate_all(strategy: str, kinds: list[str]) -> dict[tuple[str, float], dic
     return {(kind, limit): evaluate(strategy, kind, limit) for kind in kinds for limit in (1.0, 3)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world_size", "strategy", "kinds"),
     [

@@ -130,6 +130,7 @@ def train(options: dict[str, Any], accumulation: int) -> tuple[Any, ...]:
     return weights.after, module.seen.clone(), state, logged, torch.get_rng_state(), made
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "accumulation"),
     [
