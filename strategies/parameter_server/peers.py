@@ -49,8 +49,7 @@ class Workers(Peers):
     @property
     def heard_of_end(self) -> ReceivedNotice | None:
         """See the base class."""
-        heard: ReceivedNotice | None = None if self._strategy.client is None else self._strategy.client.heard
-        return heard
+        return None if self._strategy.client is None else self._strategy.client.heard
 
 
 class Servers(Service):

@@ -106,11 +106,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in nested containers."""
     if isinstance(value, Tensor):
         return [value]
-    if type(value) in (tuple, list, dict):  # without pytree, which takes several times as long
-        return [tensor for each in (value.values() if type(value) is dict else value) for tensor in tensors_in(each)]
-    if isinstance(value, PLAIN):
-        return []
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if type(value) not in (tuple, list, dict):
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []  # without pytree, which takes several times as long
+    for each in value.values() if type(value) is dict else value:
+        if not isinstance(each, PLAIN):
+            found += [each] if isinstance(each, Tensor) else tensors_in(each)
+    return found
 
 
 class ValueChannel:

@@ -172,8 +172,7 @@ def _in_blocks(rows: Tensor, block: int) -> Tensor:
     """Return ``(rows, length)`` as ``(rows, blocks, block)``, zero-padded."""
     missing = -rows.shape[1] % block
     padded: Tensor = torch.nn.functional.pad(rows, (0, missing))
-    blocks: Tensor = padded.unflatten(1, (-1, block))
-    return blocks
+    return padded.unflatten(1, (-1, block))  # type: ignore[no-any-return]
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

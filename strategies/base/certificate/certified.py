@@ -35,8 +35,7 @@ class Certified:
 
     def held(self, name: str) -> Tensor | None:
         """Return this rank's part of a parameter, between two steps; ``None``: another rank holds it."""
-        found: Tensor | None = dict(self._strategy.lightning_module.named_parameters()).get(name)
-        return found
+        return dict(self._strategy.lightning_module.named_parameters()).get(name)
 
     def adapts(self) -> bool:
         """Compute steps in another way from now on, whose results were not those of the module; if there is one."""

@@ -15,14 +15,12 @@ from trainwright.strategies.contract.cuts import Cut
 
 def gathered(tensor: DTensor) -> Tensor:
     """Return the whole of a split tensor, differentiably. A collective of its ranks."""
-    whole: Tensor = _MeanGradient.apply(tensor.full_tensor(), ranks_of(tensor))
-    return whole
+    return _MeanGradient.apply(tensor.full_tensor(), ranks_of(tensor))  # type: ignore[no-any-return]
 
 
 def joined(part: Tensor, cut: Cut) -> Tensor:
     """Return the whole of a part, differentiably. A collective of the ranks that hold the others."""
-    whole: Tensor = _Joined.apply(part, cut)
-    return whole
+    return _Joined.apply(part, cut)  # type: ignore[no-any-return]
 
 
 def ranks_of(tensor: DTensor) -> list[dist.ProcessGroup]:

@@ -334,5 +334,4 @@ class PartsWatch(UseWatch):
                 for owner, key in slots
                 if (parameter := owner._parameters.get(key)) is not None
             }
-        found: str | None = self._derived.get(tensor) or self._names.get(id(tensor))
-        return found
+        return self._derived.get(tensor) or self._names.get(id(tensor))

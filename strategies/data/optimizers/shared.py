@@ -51,8 +51,7 @@ class SharedOptimizers:
 
     @property
     def _exchanges(self) -> Exchanges:
-        found: Exchanges = self._strategy._exchanges
-        return found
+        return self._strategy._exchanges  # type: ignore[no-any-return]
 
     @property
     def typed_layout(self) -> str:

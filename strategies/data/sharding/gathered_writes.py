@@ -93,5 +93,4 @@ def refuse_new_data(which: str) -> NoReturn:
 
 
 def _local(parameter: Any) -> Tensor:
-    local: Tensor = parameter.sharded_param._local_tensor
-    return local
+    return parameter.sharded_param._local_tensor  # type: ignore[no-any-return]

@@ -79,8 +79,7 @@ class StageRoutes:
 
     def outputs(self, block: int) -> int:
         """Return the number of leaves of a block's output, which come first in its value."""
-        leaves: int = self.forms[block].spec.child(0).num_leaves
-        return leaves
+        return self.forms[block].spec.child(0).num_leaves
 
     def tensors_of_output(self, block: int) -> int:
         """Return the number of tensors in a block's output."""

@@ -15,15 +15,15 @@ What cannot be a contribution (a maximum, a root of a mean, a relation between s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 from torchmetrics import MetricCollection
 
 from trainwright.core.torch_internals import (
@@ -109,13 +109,44 @@ class Logged(NamedTuple):
     batch_size: int | None
 
 
+class _Marks(dict[int, Any]):
+    """Values by tensor, several times as fast as torch's weak dictionaries; entries of dead tensors stay."""
+
+    def __setitem__(self, tensor: Any, value: Any) -> None:
+        super().__setitem__(id(tensor), (ref(tensor), value))
+
+    def get(self, tensor: Any, default: Any = None) -> Any:
+        """Return the value of a tensor."""
+        held = super().get(id(tensor))
+        return held[1] if held is not None and held[0]() is tensor else default
+
+    def __contains__(self, tensor: Any) -> bool:
+        return self.get(tensor) is not None
+
+
+class _Paused:
+    """Takes a function mode off the stack in a ``with`` block, if it is the innermost."""
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._is_on = _get_current_function_mode() is self._mode
+        if self._is_on:
+            _pop_mode()
+
+    def __exit__(self, *_: Any) -> None:
+        if self._is_on:
+            _push_mode(self._mode)
+
+
 class _Calls(TorchFunctionMode):
     """Function mode that follows values of the user's own code; it is off within modules and blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kinds: Any = WeakIdKeyDictionary()
-        self._positions: Any = WeakIdKeyDictionary()  # integers that may be indices of samples of the whole batch
+        self._kinds: Any = _Marks()
+        self._positions: Any = _Marks()  # integers that may be indices of samples of the whole batch
 
     def kind(self, tensor: Tensor) -> Kind:
         """Return what a tensor depends on."""
@@ -133,17 +164,9 @@ class _Calls(TorchFunctionMode):
         for tensor in tensors_in(value):
             self._kinds[tensor] = Kind.SUM if kind is Kind.SAMPLES and not tensor.dim() else kind
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Turn the mode off inside."""
-        if _get_current_function_mode() is not self:
-            yield
-            return
-        _pop_mode()
-        try:
-            yield
-        finally:
-            _push_mode(self)
+    def paused(self) -> AbstractContextManager[None]:
+        """Turn the mode off in a ``with`` block."""
+        return _Paused(self)
 
 
 class Rehearsal(_Calls):
@@ -269,7 +292,7 @@ class Replay(_Calls):
         super().__init__()
         self._rehearsal, self._ends, self._next, self.problem = rehearsal, ends, 0, rehearsal.problem
         self._start, self._size, self._whole = start, size, rehearsal.size
-        self._ragged: Any = WeakIdKeyDictionary()
+        self._ragged: Any = _Marks()
         self.mark(batch, Kind.DATA)
 
     def unit(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
