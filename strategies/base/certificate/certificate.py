@@ -102,8 +102,7 @@ class Certificate:
         weights, self._weights = self._weights, None
         if self.is_due and strategy.reduce_boolean_decision(weights is not None):
             assert weights is not None
-            wrong = parts_that_differ(strategy, self.written, weights)
-            if wrong:
+            if wrong := parts_that_differ(strategy, self.written, weights):
                 self._report(
                     f"The layout {strategy.layout} holds different values of {wrong} than the module", strategy, wrong
                 )

@@ -49,6 +49,11 @@ class Operators(TorchDispatchMode):
         """True if numbers among the arguments are operands."""
         return any(map(_is_pointwise, self._names)) and self.compute_by_sample(())
 
+    @property
+    def read_values(self) -> bool:
+        """True if shapes may depend on values, as in ``x[:, :lengths.max()]``."""
+        return "_local_scalar_dense" in self._names
+
     def compute_by_sample(self, args: Any) -> bool:
         """Return whether each element of a result depends on the same sample's elements only."""
         return all(n in _BY_SAMPLE or _is_pointwise(n) for n in self._names) and not self.indices(args)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import make_trainer
+from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
 from trainwright.strategies.pipeline.tracing.whole_batch import Rehearsal
 from trainwright.strategies.pipeline.training import PipelineStep, Training
 
@@ -88,6 +89,12 @@ def contrast(module: Any, logits: Tensor, labels: Tensor, x: Tensor) -> Tensor:
     return F.cross_entropy(z @ z.T / module.scale, torch.arange(len(z)))
 
 
+def trimmed(module: Any, logits: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+    """To the longest sample: a bound that is a tensor."""
+    longest = (labels >= 0).sum(1).max().clamp(min=1)
+    return x[:, :longest].square().mean() + F.cross_entropy(logits.transpose(1, 2), labels)
+
+
 def two_terms(module: Any, logits: Tensor, labels: Tensor, x: Tensor) -> Tensor:
     odd = labels % 2 == 1
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + module.scale * x[odd].square().mean()
@@ -121,6 +128,7 @@ FORMS: dict[str, Any] = {
     ),
     "mixup": lambda m, logits, labels, x: F.cross_entropy(logits.transpose(1, 2), labels),
     # Once per batch:
+    "trimmed": trimmed,
     "root": lambda m, logits, labels, x: F.mse_loss(x, torch.ones_like(x)).sqrt(),
     "largest": lambda m, logits, labels, x: entropy(logits, labels).max(),
     "contrast": contrast,
@@ -129,7 +137,7 @@ FORMS: dict[str, Any] = {
     "quotient": lambda m, logits, labels, x: x.square().mean() / (1 + logits.square().mean()),
     "clamped": lambda m, logits, labels, x: F.cross_entropy(logits.transpose(1, 2), labels).clamp(max=2.4),
 }
-JOINED = {"root", "largest", "contrast", "centered", "batch_norm", "quotient", "clamped"}
+JOINED = {"trimmed", "root", "largest", "contrast", "centered", "batch_norm", "quotient", "clamped"}
 
 
 def batches(samples: int = BATCH * STEPS) -> DataLoader[Any]:
@@ -193,3 +201,14 @@ def test_a_rehearsal_repeats_no_operators(ranks: Ranks) -> None:
     for counts in ranks(operators, 2, "two_terms"):
         assert counts[0] > 0
         assert counts[STEPS:] == [0] * STEPS
+
+
+def test_shapes_that_depend_on_values_are_not_known() -> None:
+    """Bounds and sizes may be tensors, such as the length of the longest sample."""
+    stand_ins = StandIns(mock.Mock(parameters=()), None, torch.device("cpu"))
+    x = stand_ins.like(torch.zeros(4, 8, 3))
+    for length in (5, 7):
+        bound = torch.tensor(length)
+        for func, args in ((Tensor.__getitem__, (slice(None), slice(None, bound))), (Tensor.narrow, (1, 0, bound))):
+            given = (x, args) if func is Tensor.__getitem__ else (x, *args)
+            assert stand_ins.call(func, given, {})[0].shape == (4, length, 3)
