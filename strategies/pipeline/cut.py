@@ -166,7 +166,7 @@ class PipelineCut:
             self._gaps = [(owner, keys, gap) for owner, keys in self._order if (gap := self._gap(owner, keys))]
         gaps = self._gaps
         for owner, keys, gap in gaps:
-            is_partial = bool(owner._parameters)
+            is_partial = any(value is not None for value in owner._parameters.values())
             owner._parameters.update(gap)
             if is_partial:
                 _sort(owner, keys)

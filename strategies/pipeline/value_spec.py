@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -110,8 +111,10 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     found: list[Tensor] = []  # without pytree, which takes several times as long
     for each in value.values() if type(value) is dict else value:
-        if not isinstance(each, PLAIN):
-            found += [each] if isinstance(each, Tensor) else tensors_in(each)
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif not isinstance(each, PLAIN):
+            found += tensors_in(each)
     return found
 
 
@@ -263,4 +266,9 @@ class SpecRegistry:
         return self._known[key]
 
     def _key(self, stage: int, signature: Any) -> str:
-        return f"{self._generation}/{stage}/{hashlib.sha256(repr(signature).encode()).hexdigest()}"
+        return f"{self._generation}/{stage}/{_digest(signature)}"
+
+
+@lru_cache(maxsize=1000)
+def _digest(signature: Any) -> str:
+    return hashlib.sha256(repr(signature).encode()).hexdigest()

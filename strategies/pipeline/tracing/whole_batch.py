@@ -321,7 +321,8 @@ class Replay(_Calls):
             return func(*args, **kwargs)
 
     def _replayed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = tensors_in((args[1:] if func in SHAPE_ONLY else args, kwargs))
+        needed = args[1:] if func in SHAPE_ONLY else args
+        given = tensors_in((needed, kwargs) if kwargs else needed)
         kinds = [self.kind(tensor) for tensor in given]
         kind, calls = max(kinds, default=Kind.CONSTANT), self._rehearsal.calls
         call = calls[self._next] if self._next < len(calls) else None
