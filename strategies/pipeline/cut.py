@@ -162,9 +162,9 @@ class PipelineCut:
 
         Else it would pair (``zip(a.parameters(), b.parameters())``) or add up what does not belong together.
         """
-        if self._gaps is None:
-            self._gaps = [(owner, keys, gap) for owner, keys in self._order if (gap := self._gap(owner, keys))]
-        gaps = self._gaps
+        gaps = self._gaps = self._gaps or [
+            (own, keys, gap) for own, keys in self._order if (gap := self._gap(own, keys))
+        ]
         for owner, keys, gap in gaps:
             is_partial = any(value is not None for value in owner._parameters.values())
             owner._parameters.update(gap)

@@ -111,10 +111,8 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     found: list[Tensor] = []  # without pytree, which takes several times as long
     for each in value.values() if type(value) is dict else value:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif not isinstance(each, PLAIN):
-            found += tensors_in(each)
+        if not isinstance(each, PLAIN):
+            found += [each] if isinstance(each, Tensor) else tensors_in(each)
     return found
 
 
@@ -269,6 +267,4 @@ class SpecRegistry:
         return f"{self._generation}/{stage}/{_digest(signature)}"
 
 
-@lru_cache(maxsize=1000)
-def _digest(signature: Any) -> str:
-    return hashlib.sha256(repr(signature).encode()).hexdigest()
+_digest = lru_cache(maxsize=1000)(lambda signature: hashlib.sha256(repr(signature).encode()).hexdigest())

@@ -321,10 +321,10 @@ class Replay(_Calls):
             return func(*args, **kwargs)
 
     def _replayed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        needed = args[1:] if func in SHAPE_ONLY else args
+        needed, calls = args[1:] if func in SHAPE_ONLY else args, self._rehearsal.calls
         given = tensors_in((needed, kwargs) if kwargs else needed)
         kinds = [self.kind(tensor) for tensor in given]
-        kind, calls = max(kinds, default=Kind.CONSTANT), self._rehearsal.calls
+        kind = max(kinds, default=Kind.CONSTANT)
         call = calls[self._next] if self._next < len(calls) else None
         is_same = call is not None and call.func == func
         if kind > Kind.DATA and func in READS_VALUES:
@@ -366,8 +366,7 @@ class Replay(_Calls):
             self._positions[part] = True
         if call.writes:
             return args[0].detach().copy_(parts[0])
-        replaced = iter(parts)
-        return pytree.tree_map_only(Tensor, lambda _: next(replaced), output)
+        return pytree.tree_map_only(Tensor, lambda _: parts.pop(0), output)
 
     def _slice(self, whole: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         """Return the samples of this micro-batch, the whole if its shape is that, or ``None``."""
