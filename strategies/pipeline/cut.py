@@ -162,9 +162,7 @@ class PipelineCut:
 
         Else it would pair (``zip(a.parameters(), b.parameters())``) or add up what does not belong together.
         """
-        gaps = self._gaps = self._gaps or [
-            (own, keys, gap) for own, keys in self._order if (gap := self._gap(own, keys))
-        ]
+        gaps = self._gaps = self._gaps or [(*each, gap) for each in self._order if (gap := self._gap(*each))]
         for owner, keys, gap in gaps:
             is_partial = any(value is not None for value in owner._parameters.values())
             owner._parameters.update(gap)
