@@ -93,7 +93,9 @@ def trainwright(words: Sequence[str], launcher: Launcher | None = None) -> list[
     if "-h" in words or "--help" in words:
         return [] if first is None or first in command.ALL_VERBS else [f"{first}: there is no such verb"]
     if first == "checkpoint":
-        checkpoint_command._parse([word for word in words if word != "checkpoint"])
+        verbs = {name: (lambda _: 0, options) for name, (_, options) in checkpoint_command._VERBS.items()}
+        with patch.object(checkpoint_command, "_VERBS", verbs):
+            checkpoint_command._run([word for word in words if word != "checkpoint"])
         return []
     if first in ("report", "watch"):
         parse_report([*words])
