@@ -162,7 +162,9 @@ class PipelineCut:
 
         Else it would pair (``zip(a.parameters(), b.parameters())``) or add up what does not belong together.
         """
-        gaps = self._gaps = self._gaps or [(*each, gap) for each in self._order if (gap := self._gap(*each))]
+        if self._gaps is None:
+            self._gaps = [(*each, gap) for each in self._order if (gap := self._gap(*each))]
+        gaps = self._gaps
         for owner, keys, gap in gaps:
             is_partial = any(value is not None for value in owner._parameters.values())
             owner._parameters.update(gap)

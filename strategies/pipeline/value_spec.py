@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -225,7 +224,7 @@ class SpecRegistry:
 
     def __init__(self, prefix: str) -> None:
         self._store = dist.PrefixStore(prefix, default_store())
-        self._known: dict[str, ValueSpec] = {}
+        self._known: dict[tuple[int, Any], ValueSpec] = {}
         self._published: list[str] = []
         self._generation = 0
 
@@ -243,11 +242,10 @@ class SpecRegistry:
         Raises:
             RuntimeError: if it differs from before.
         """
-        key = self._key(stage, signature)
-        known = self._known.get(key)
+        known = self._known.get((stage, signature))
         if known is None:
-            self._known[key] = form
-            self._published.append(key)
+            self._known[stage, signature] = form
+            self._published.append(key := self._key(stage, signature))
             self._store.set(key, form.dump())  # type: ignore[arg-type]
         elif known != form:
             raise RuntimeError(
@@ -258,13 +256,9 @@ class SpecRegistry:
 
     def look_up(self, stage: int, signature: Any) -> ValueSpec:
         """Return what ``stage`` sends for micro-batches of this signature; waits until it is published."""
-        key = self._key(stage, signature)
-        if key not in self._known:
-            self._known[key] = ValueSpec.load(self._store.get(key))
-        return self._known[key]
+        if (stage, signature) not in self._known:
+            self._known[stage, signature] = ValueSpec.load(self._store.get(self._key(stage, signature)))
+        return self._known[stage, signature]
 
     def _key(self, stage: int, signature: Any) -> str:
-        return f"{self._generation}/{stage}/{_digest(signature)}"
-
-
-_digest = lru_cache(maxsize=1000)(lambda signature: hashlib.sha256(repr(signature).encode()).hexdigest())
+        return f"{self._generation}/{stage}/{hashlib.sha256(repr(signature).encode()).hexdigest()}"

@@ -138,7 +138,10 @@ def checked(words: list[str], block: Block) -> list[str]:
     ("line", "problem"),
     [
         ("trainwright fit recipe=gpt stratgy=ddp", "did you mean strategy"),
-        ("trainwright fit recipe=gpt strategy=ddp devices=2 strategy.shard=2", "'shard'; type strategy=zero1"),
+        (
+            "trainwright fit recipe=gpt strategy=ddp devices=2 strategy.shard=2",
+            "'shard'; type strategy=zero1 or zero2 or zero3 or hybrid",
+        ),
         ("trainwright fit recipe=gpt devices=3 strategy=hybrid strategy.tensor=2", "3"),
         ("trainwright layout recipe=gpt devices=2", "strategy=single trains on one device"),
         ("trainwright fit recipe=gpt nodes=2 strategy=ddp", "torchrun"),
