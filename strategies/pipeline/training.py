@@ -184,7 +184,7 @@ class Training:
         replay = getattr(self.gates.current, "replay", None)
         if replay is None:
             return update(*args, **kwargs)
-        if any(replay.kind(tensor) >= Kind.SUM for tensor in tensors_in((args, kwargs))):
+        if not replay.repeats and any(replay.kind(tensor) >= Kind.SUM for tensor in tensors_in((args, kwargs))):
             replay.stop("a metric is updated with a value of the whole batch")
         with replay.paused():
             return update(*args, **kwargs)

@@ -102,6 +102,14 @@ class Rehearsed(NamedTuple):
     is_sure: bool
 
 
+class Followed(NamedTuple):
+    """A call of a micro-batch, that of the whole batch (``None``: it just runs), and how it follows that one."""
+
+    func: Any
+    call: Rehearsed | None = None
+    how: str = ""
+
+
 class Logged(NamedTuple):
     """A logged value of the rehearsal: a number, or ``None`` if it depends on activations; and the batch size given."""
 
@@ -182,6 +190,7 @@ class Rehearsal(_Calls):
     Attributes:
         calls: in order.
         logs: by name.
+        trails: by shapes, what the last stage's micro-batches call; only if that depends on nothing else.
         draws: whether user code drew random numbers.
         has_values: whether calls have values or numbers that those of micro-batches may not have.
         problem: why it failed, or ``""``.
@@ -191,6 +200,7 @@ class Rehearsal(_Calls):
         super().__init__()
         self.calls: list[Rehearsed] = []
         self.logs: dict[str, Logged] = {}
+        self.trails: dict[Any, list[Followed]] = {}
         self.draws, self.problem, self.size = False, "", size
         self.stand_ins, self._blocks, self._is_full = stand_ins, blocks, is_full
         self._in_blocks = self._reads = self.has_values = False
@@ -277,6 +287,8 @@ class Rehearsal(_Calls):
 class Replay(_Calls):
     """One run of a step on a micro-batch, with the values of the whole batch.
 
+    It repeats what was found for an earlier micro-batch of the same shapes, if there is one.
+
     Args:
         rehearsal: of the whole batch.
         batch: the micro-batch.
@@ -286,6 +298,7 @@ class Replay(_Calls):
 
     Attributes:
         problem: the first call that cannot be a contribution to the whole batch's, or ``""``.
+        repeats: whether it repeats an earlier micro-batch.
     """
 
     def __init__(self, rehearsal: Rehearsal, batch: Any, start: int, size: int, ends: bool) -> None:
@@ -293,6 +306,9 @@ class Replay(_Calls):
         self._rehearsal, self._ends, self._next, self.problem = rehearsal, ends, 0, rehearsal.problem
         self._start, self._size, self._whole = start, size, rehearsal.size
         self._ragged: Any = _Marks()
+        self._shapes = (size, *(tensor.shape for tensor in tensors_in(batch)))
+        self._trail = rehearsal.trails.setdefault(self._shapes, []) if ends else []
+        self.repeats = bool(self._trail)
         self.mark(batch, Kind.DATA)
 
     def unit(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
@@ -306,12 +322,17 @@ class Replay(_Calls):
 
     def contributes(self, value: Any) -> bool:
         """Return whether a value, weighted by shares of samples, adds up to the whole batch's."""
-        return not isinstance(value, Tensor) or self.kind(value) not in (Kind.OTHER, Kind.SAMPLES)
+        return self.repeats or not isinstance(value, Tensor) or self.kind(value) not in (Kind.OTHER, Kind.SAMPLES)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and return what the whole batch's call means for this micro-batch."""
         kwargs = kwargs or {}
-        if func in METADATA or self.problem or functions.is_attribute(func, args):
+        if func in METADATA or self.problem:
+            return func(*args, **kwargs)
+        if self.repeats:
+            return self._repeated(func, args, kwargs)
+        self._trail.append(Followed(func))
+        if functions.is_attribute(func, args):
             return func(*args, **kwargs)
         try:
             return self._replayed(func, args, kwargs)
@@ -320,6 +341,21 @@ class Replay(_Calls):
                 raise
             return func(*args, **kwargs)
 
+    def _repeated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        known, call, how = self._trail[self._next] if self._next < len(self._trail) else Followed("nothing")
+        self._next += 1
+        if known != func:
+            self.stop(f"a micro-batch calls {_name(func)} where one before calls {_name(known)}")
+        if call is None:
+            return func(*args, **kwargs)
+        args = _with_numbers(args, call.numbers) if call.numbers else args
+        if how == "data":
+            return self._of_data(call, func, args, kwargs)
+        if how == "class mean":
+            return self._class_mean(call, func, args, kwargs)
+        output = func(*args, **kwargs)
+        return self._contribution(call, how, output, tensors_in((args, kwargs))[0]) if how else output
+
     def _replayed(self, func: Any, args: Any, kwargs: Any) -> Any:
         needed, calls = args[1:] if func in SHAPE_ONLY else args, self._rehearsal.calls
         given = tensors_in((needed, kwargs) if kwargs else needed)
@@ -327,6 +363,8 @@ class Replay(_Calls):
         kind = max(kinds, default=Kind.CONSTANT)
         call = calls[self._next] if self._next < len(calls) else None
         is_same = call is not None and call.func == func
+        if func in READS_VALUES or (call is not None and call.operators.draws):
+            self._forget()
         if kind > Kind.DATA and func in READS_VALUES:
             return func(*args, **kwargs)
         if kind is Kind.CONSTANT and not (call is not None and is_same and call.operators.draws):
@@ -335,16 +373,24 @@ class Replay(_Calls):
             then = "nothing" if call is None else _name(call.func)
             self.stop(f"a micro-batch calls {_name(func)} where the whole batch calls {then}")
         self._next += 1
+        self._trail[-1] = Followed(func, call)
+        if call.numbers and not call.is_sure and call.numbers != _numbers(args):
+            self.stop("Python reads a value of activations")
+        args = _with_numbers(args, call.numbers) if call.numbers else args
         if kind <= Kind.DATA:
             output, kind = self._of_data(call, func, args, kwargs), Kind.DATA
         else:
-            if call.numbers and not call.is_sure and call.numbers != _numbers(args):
-                self.stop("Python reads a value of activations")
-            args = _with_numbers(args, call.numbers) if call.numbers else args
             output, kind = self._of_activations(call, func, args, kwargs, given, kinds)
         for tensor in (*tensors_in(output), *given[: call.writes]):
             self._kinds[tensor] = kind
         return output
+
+    def _follow(self, how: str) -> None:
+        if not self.repeats:
+            self._trail[-1] = self._trail[-1]._replace(how=how)
+
+    def _forget(self) -> None:
+        self._rehearsal.trails[self._shapes] = []
 
     def stop(self, problem: str) -> NoReturn:
         """End this run of the step."""
@@ -356,6 +402,7 @@ class Replay(_Calls):
     def _of_data(self, call: Rehearsed, func: Any, args: Any, kwargs: Any) -> Any:
         if not call.values:
             return func(*args, **kwargs)
+        self._follow("data")
         # Indices of the whole batch, such as a permutation, are out of the bounds of a micro-batch.
         output = self._rehearsal.stand_ins.without_running(lambda: func(*args, **kwargs))
         shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
@@ -389,8 +436,8 @@ class Replay(_Calls):
         if any(each in self._positions for each in call.operators.indices(args)):
             self.stop(f"{_name(func)} selects samples of the whole batch")
         if max(kinds) < Kind.SUM and call.total is not None and call.shapes == [()] and Kind.SAMPLES in kinds:
-            loss = func(**{**functions.loss_arguments(func, args, kwargs), "reduction": "sum"})
-            return loss * (self._whole / self._size / call.total).to(loss.dtype), Kind.SUM
+            self._follow("class mean")
+            return self._class_mean(call, func, args, kwargs), Kind.SUM
         output = func(*args, **kwargs)
         found = tensors_in(output)
         if max(kinds) >= Kind.SUM:
@@ -406,8 +453,10 @@ class Replay(_Calls):
         loss = functions.loss_arguments(func, args, kwargs).get("reduction", "")
         reduction = call.operators.reduction or {"batchmean": "mean", "none": ""}.get(loss, loss)
         if has_samples and same == [True] and reduction and (call.shapes == [()] or not is_ragged):
+            self._follow(reduction)
             return self._contribution(call, reduction, output, given[0]), Kind.SUM
         if is_ragged:
+            self._forget()
             for each in found:
                 self._ragged[each] = True
             return output, Kind.SAMPLES if all(each.dim() for each in found) else Kind.OTHER
@@ -417,6 +466,11 @@ class Replay(_Calls):
         if any(each.numel() * self._whole != math.prod(shape) * self._size for each, shape in pairs):
             self.stop(f"{_name(func)} relates samples to each other")
         return output, Kind.SAMPLES
+
+    def _class_mean(self, call: Rehearsed, func: Any, args: Any, kwargs: Any) -> Tensor:
+        loss: Tensor = func(**{**functions.loss_arguments(func, args, kwargs), "reduction": "sum"})
+        assert call.total is not None
+        return loss * (self._whole / self._size / call.total).to(loss.dtype)
 
     def _contribution(self, call: Rehearsed, reduction: str, output: Tensor, reduced: Tensor) -> Tensor:
         """Return a sum or a mean over a micro-batch such that, weighted by its share, it adds up to the whole's."""
@@ -430,7 +484,8 @@ class Replay(_Calls):
 
 
 def _numbers(args: Any) -> tuple[Any, ...]:
-    return tuple(each if isinstance(each, int | float) else None for each in args)
+    found = tuple(each if isinstance(each, int | float) else None for each in args)
+    return found if any(each is not None for each in found) else ()
 
 
 def _with_numbers(args: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
