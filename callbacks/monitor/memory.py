@@ -55,10 +55,7 @@ def _held(trainer: Any) -> dict[str, int]:
         }
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "mps":
-        found |= {
-            "allocated": torch.mps.current_allocated_memory(),
-            "reserved": torch.mps.driver_allocated_memory(),
-        }
+        found |= {"allocated": torch.mps.current_allocated_memory(), "reserved": torch.mps.driver_allocated_memory()}
     measures = getattr(trainer.strategy, "measures", None)
     if measures is not None:
         held = measures.held_bytes()

@@ -289,10 +289,7 @@ def write_divided(
 
 
 def _gather_records(
-    own: Mapping[str, Tensor],
-    expected: Sequence[tuple[str, int]],
-    pending: PendingFolder,
-    group: dist.ProcessGroup,
+    own: Mapping[str, Tensor], expected: Sequence[tuple[str, int]], pending: PendingFolder, group: dist.ProcessGroup
 ) -> dict[str, tuple[FileRecord, Listed]]:
     """Return the records of the metadata files of all ranks, by name, on the first rank."""
     rank = dist.get_rank(group)

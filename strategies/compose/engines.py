@@ -102,12 +102,7 @@ class Engines:
 
     @classmethod
     def of(
-        cls,
-        module: LightningModule,
-        layout: Layout,
-        groups: LayoutGroups,
-        options: EngineOptions,
-        device: torch.device,
+        cls, module: LightningModule, layout: Layout, groups: LayoutGroups, options: EngineOptions, device: torch.device
     ) -> Engines:
         """Plan the partitioning of a module.
 

@@ -27,11 +27,7 @@ from trainwright.strategies.contract.part import Replicas
 from trainwright.strategies.contract.precision import AgreedGradScaler
 from trainwright.strategies.contract.same_model import varying_buffers
 from trainwright.strategies.local_updates.mean import ReplicaMean
-from trainwright.strategies.local_updates.options import (
-    MANUAL_OPTIMIZATION,
-    SYNC_BATCHNORM,
-    averaging_callback_problem,
-)
+from trainwright.strategies.local_updates.options import MANUAL_OPTIMIZATION, SYNC_BATCHNORM, averaging_callback_problem
 from trainwright.strategies.local_updates.schedule import UpdateSchedule
 from trainwright.strategies.local_updates.state import (
     float_buffers,

@@ -91,10 +91,7 @@ def with_means(
 
 
 def with_mean_states(
-    checkpoint: Mapping[str, Any],
-    optimizers: Sequence[Optimizer],
-    name_of: Callable[[Tensor], str],
-    mean: ReplicaMean,
+    checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str], mean: ReplicaMean
 ) -> dict[str, Any]:
     """Return a checkpoint with optimizer states averaged over replicas. A collective.
 

@@ -26,12 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 
-from trainwright.core.torch_internals import (
-    FakeTensor,
-    _get_current_function_mode,
-    _pop_mode,
-    _push_mode,
-)
+from trainwright.core.torch_internals import FakeTensor, _get_current_function_mode, _pop_mode, _push_mode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.contract.cuts import METADATA
 from trainwright.strategies.pipeline.tracing import sample_functions as functions
@@ -100,14 +95,6 @@ class Rehearsed(NamedTuple):
     total: Tensor | None
     numbers: tuple[Any, ...]
     is_sure: bool
-
-
-class Followed(NamedTuple):
-    """A call of a micro-batch, that of the whole batch (``None``: it just runs), and how it follows that one."""
-
-    func: Any
-    call: Rehearsed | None = None
-    how: str = ""
 
 
 class Logged(NamedTuple):
@@ -190,7 +177,8 @@ class Rehearsal(_Calls):
     Attributes:
         calls: in order.
         logs: by name.
-        trails: by shapes, what the last stage's micro-batches call; only if that depends on nothing else.
+        trails: by shapes, the calls of the last stage's micro-batches: function, call of the whole batch (``None``: it
+            just runs), and reduction (``""``: none); empty if they depend on more.
         draws: whether user code drew random numbers.
         has_values: whether calls have values or numbers that those of micro-batches may not have.
         problem: why it failed, or ``""``.
@@ -200,7 +188,7 @@ class Rehearsal(_Calls):
         super().__init__()
         self.calls: list[Rehearsed] = []
         self.logs: dict[str, Logged] = {}
-        self.trails: dict[Any, list[Followed]] = {}
+        self.trails: dict[Any, list[tuple[Any, Rehearsed | None, str]]] = {}
         self.draws, self.problem, self.size = False, "", size
         self.stand_ins, self._blocks, self._is_full = stand_ins, blocks, is_full
         self._in_blocks = self._reads = self.has_values = False
@@ -304,7 +292,7 @@ class Replay(_Calls):
     def __init__(self, rehearsal: Rehearsal, batch: Any, start: int, size: int, ends: bool) -> None:
         super().__init__()
         self._rehearsal, self._ends, self._next, self.problem = rehearsal, ends, 0, rehearsal.problem
-        self._start, self._size, self._whole = start, size, rehearsal.size
+        self._start, self._size, self._whole, self._how = start, size, rehearsal.size, ""
         self._ragged: Any = _Marks()
         self._shapes = (size, *(tensor.shape for tensor in tensors_in(batch)))
         self._trail = rehearsal.trails.setdefault(self._shapes, []) if ends else []
@@ -331,7 +319,7 @@ class Replay(_Calls):
             return func(*args, **kwargs)
         if self.repeats:
             return self._repeated(func, args, kwargs)
-        self._trail.append(Followed(func))
+        self._trail.append((func, None, ""))
         if functions.is_attribute(func, args):
             return func(*args, **kwargs)
         try:
@@ -342,55 +330,42 @@ class Replay(_Calls):
             return func(*args, **kwargs)
 
     def _repeated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        known, call, how = self._trail[self._next] if self._next < len(self._trail) else Followed("nothing")
+        known, call, how = self._trail[self._next] if self._next < len(self._trail) else (None, None, "")
         self._next += 1
         if known != func:
             self.stop(f"a micro-batch calls {_name(func)} where one before calls {_name(known)}")
         if call is None:
             return func(*args, **kwargs)
-        args = _with_numbers(args, call.numbers) if call.numbers else args
-        if how == "data":
-            return self._of_data(call, func, args, kwargs)
-        if how == "class mean":
-            return self._class_mean(call, func, args, kwargs)
-        output = func(*args, **kwargs)
-        return self._contribution(call, how, output, tensors_in((args, kwargs))[0]) if how else output
+        args = _with_numbers(args, call.numbers)
+        return self._reduced(call, how, func, args, kwargs) if how else self._of_data(call, func, args, kwargs)
 
     def _replayed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        needed, calls = args[1:] if func in SHAPE_ONLY else args, self._rehearsal.calls
+        needed, calls, self._how = args[1:] if func in SHAPE_ONLY else args, self._rehearsal.calls, ""
         given = tensors_in((needed, kwargs) if kwargs else needed)
         kinds = [self.kind(tensor) for tensor in given]
         kind = max(kinds, default=Kind.CONSTANT)
         call = calls[self._next] if self._next < len(calls) else None
         is_same = call is not None and call.func == func
-        if func in READS_VALUES or (call is not None and call.operators.draws):
-            self._forget()
+        if func in READS_VALUES or self._ragged or (call is not None and call.operators.draws):
+            self._rehearsal.trails[self._shapes] = []
         if kind > Kind.DATA and func in READS_VALUES:
             return func(*args, **kwargs)
         if kind is Kind.CONSTANT and not (call is not None and is_same and call.operators.draws):
             return func(*args, **kwargs)
         if call is None or not is_same:
-            then = "nothing" if call is None else _name(call.func)
-            self.stop(f"a micro-batch calls {_name(func)} where the whole batch calls {then}")
+            self.stop(f"a micro-batch calls {_name(func)} where the whole batch calls {_name(call and call.func)}")
         self._next += 1
-        self._trail[-1] = Followed(func, call)
         if call.numbers and not call.is_sure and call.numbers != _numbers(args):
             self.stop("Python reads a value of activations")
-        args = _with_numbers(args, call.numbers) if call.numbers else args
+        args = _with_numbers(args, call.numbers)
         if kind <= Kind.DATA:
             output, kind = self._of_data(call, func, args, kwargs), Kind.DATA
         else:
             output, kind = self._of_activations(call, func, args, kwargs, given, kinds)
         for tensor in (*tensors_in(output), *given[: call.writes]):
             self._kinds[tensor] = kind
+        self._trail[-1] = (func, call, self._how)
         return output
-
-    def _follow(self, how: str) -> None:
-        if not self.repeats:
-            self._trail[-1] = self._trail[-1]._replace(how=how)
-
-    def _forget(self) -> None:
-        self._rehearsal.trails[self._shapes] = []
 
     def stop(self, problem: str) -> NoReturn:
         """End this run of the step."""
@@ -402,7 +377,6 @@ class Replay(_Calls):
     def _of_data(self, call: Rehearsed, func: Any, args: Any, kwargs: Any) -> Any:
         if not call.values:
             return func(*args, **kwargs)
-        self._follow("data")
         # Indices of the whole batch, such as a permutation, are out of the bounds of a micro-batch.
         output = self._rehearsal.stand_ins.without_running(lambda: func(*args, **kwargs))
         shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
@@ -436,8 +410,7 @@ class Replay(_Calls):
         if any(each in self._positions for each in call.operators.indices(args)):
             self.stop(f"{_name(func)} selects samples of the whole batch")
         if max(kinds) < Kind.SUM and call.total is not None and call.shapes == [()] and Kind.SAMPLES in kinds:
-            self._follow("class mean")
-            return self._class_mean(call, func, args, kwargs), Kind.SUM
+            return self._reduced(call, "class mean", func, args, kwargs), Kind.SUM
         output = func(*args, **kwargs)
         found = tensors_in(output)
         if max(kinds) >= Kind.SUM:
@@ -453,10 +426,8 @@ class Replay(_Calls):
         loss = functions.loss_arguments(func, args, kwargs).get("reduction", "")
         reduction = call.operators.reduction or {"batchmean": "mean", "none": ""}.get(loss, loss)
         if has_samples and same == [True] and reduction and (call.shapes == [()] or not is_ragged):
-            self._follow(reduction)
-            return self._contribution(call, reduction, output, given[0]), Kind.SUM
+            return self._reduced(call, reduction, lambda *_, **__: output, args, kwargs), Kind.SUM
         if is_ragged:
-            self._forget()
             for each in found:
                 self._ragged[each] = True
             return output, Kind.SAMPLES if all(each.dim() for each in found) else Kind.OTHER
@@ -467,15 +438,15 @@ class Replay(_Calls):
             self.stop(f"{_name(func)} relates samples to each other")
         return output, Kind.SAMPLES
 
-    def _class_mean(self, call: Rehearsed, func: Any, args: Any, kwargs: Any) -> Tensor:
-        loss: Tensor = func(**{**functions.loss_arguments(func, args, kwargs), "reduction": "sum"})
-        assert call.total is not None
-        return loss * (self._whole / self._size / call.total).to(loss.dtype)
-
-    def _contribution(self, call: Rehearsed, reduction: str, output: Tensor, reduced: Tensor) -> Tensor:
-        """Return a sum or a mean over a micro-batch such that, weighted by its share, it adds up to the whole's."""
+    def _reduced(self, call: Rehearsed, how: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a reduction over a micro-batch such that, weighted by its share, it adds up to the whole batch's."""
+        self._how = how
         share = self._size / self._whole
-        if reduction == "sum":
+        if call.total is not None:  # a mean over class indices
+            loss = func(**{**functions.loss_arguments(func, args, kwargs), "reduction": "sum"})
+            return loss * (1 / share / call.total).to(loss.dtype)
+        output, reduced = func(*args, **kwargs), tensors_in((args, kwargs))[0]
+        if how == "sum":
             return output / share
         if reduced.numel() == 0:
             return reduced.sum() / share  # with a gradient; the mean of nothing is NaN
@@ -489,8 +460,8 @@ def _numbers(args: Any) -> tuple[Any, ...]:
 
 
 def _with_numbers(args: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(each if number is None else number for each, number in zip(args, numbers, strict=False))
+    return tuple(each if n is None else n for each, n in zip(args, numbers, strict=False)) if numbers else args
 
 
 def _name(func: Any) -> str:
-    return getattr(func, "__name__", str(func))
+    return "nothing" if func is None else getattr(func, "__name__", str(func))
