@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.harness import make_trainer
 from trainwright.strategies.pipeline.tracing.stand_ins import StandIns
-from trainwright.strategies.pipeline.tracing.whole_batch import Rehearsal
+from trainwright.strategies.pipeline.tracing.whole_batch import Rehearsal, Replay
 from trainwright.strategies.pipeline.training import PipelineStep, Training
 
 Ranks = Callable[..., list[Any]]
@@ -191,6 +191,19 @@ def test_losses_of_the_whole_batch(ranks: Ranks, form: str) -> None:
     for found in ranks(trained, 2, form, "pipeline", micro_batches=4):
         compare(form, found, alone)
         assert found[4] == (form in JOINED)
+
+
+def followed(form: str) -> int:
+    """Return how many micro-batches were followed call by call on this rank."""
+    with mock.patch.object(Replay, "_replayed", autospec=True, side_effect=Replay._replayed) as run:
+        trained(form, "pipeline", micro_batches=4, certificate="off")
+    return len({id(call.args[0]) for call in run.call_args_list})
+
+
+@pytest.mark.parametrize(("form", "parts"), [("ignore_index", 1), ("selected", 4)])
+def test_micro_batches_of_the_same_shapes_repeat_the_first(ranks: Ranks, form: str, parts: int) -> None:
+    """One of each shape in a step (the last has 2, 2, 2 and 1 samples), unless samples are selected."""
+    assert max(ranks(followed, 2, form)) == 2 * (parts * STEPS + (parts == 1))
 
 
 def operators(form: str) -> list[int]:
