@@ -23,6 +23,7 @@ from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.core.run.run_directory import (
     RunDirRollback,
     default_run_dir,
+    list_run,
     make_default_run_dir,
     read_config,
     write_command,
@@ -273,6 +274,9 @@ def launch(cfg: DictConfig, verb: str, launcher: Launcher | None = None, *, own_
         if writes_page:
             tool("write_report")(Path(cfg.run_dir))
         raise
+    finally:
+        if verb == "fit" and not own_processes and (launcher is None or launcher.rank == 0):
+            list_run(run_name(cfg), Path(cfg.run_dir))
     if metrics is None:
         return RunResult(Path(cfg.run_dir), has_ended=False)
     if writes_page:

@@ -101,7 +101,7 @@ def _run_once(arguments: argparse.Namespace, launcher: Launcher | None) -> int:
             return REFUSED  # rank 0 reports the reason
         cfg = agreed
     if _prints(launcher):
-        _print_start(cfg)
+        _print_start(cfg, verb)
     try:
         result = launch(cfg, verb, launcher)
     except SystemExit as error:
@@ -277,10 +277,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _print_start(cfg: DictConfig) -> None:
+def _print_start(cfg: DictConfig, verb: str) -> None:
     for line in choice_lines(Path(cfg.run_dir)):
         print(line, flush=True)
-    if cfg.ckpt_path is not None:
+    if verb != "fit":
+        weights = cfg.ckpt_path or cfg.init_from
+        print(f"weights: {_relative(weights) if weights else 'the initial ones of the module'}", flush=True)
+    elif cfg.ckpt_path is not None:
         print(f"resuming from {_relative(cfg.ckpt_path)}", flush=True)
     elif cfg.resume is not None and cfg.resume_folders:
         print(f"resume={cfg.resume}: no good checkpoint among those in {', '.join(cfg.resume_folders)}", flush=True)

@@ -209,7 +209,8 @@ class RunConfig:
     run_dir: str | None = None
     # Write report.html into the run directory when fit ends; false = off.
     report: bool = True
-    # Checkpoint to resume from: a path, or last (the newest good one of run_dir, or of this recipe); null = none.
+    # Checkpoint to resume from or evaluate: a path, last (the newest good one of run_dir, or of this recipe), best (by
+    # its monitored value), or initial (evaluate the module's own weights); null = none, in evaluation best or last.
     ckpt_path: str | None = None
     # auto = resume from the newest good checkpoint of run_dir (or of this recipe) if there is one, else start from
     # scratch; null = as ckpt_path says.

@@ -77,6 +77,8 @@ class ResumeConnector(_CheckpointConnector):
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         if ckpt_path in (LAST, AUTO) or isinstance(ckpt_path, Snapshot):
             return ckpt_path
+        if ckpt_path is None and model_provided and state_fn != TrainerFn.FITTING:
+            rank_zero_info(f"{state_fn.value} without ckpt_path: with the weights that the module has now.")
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:

@@ -374,7 +374,7 @@ class RunStateCheckpoint(SaveOptions, Checkpoint):
         self._saved_step = step
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
         content: Content = trainer.strategy.run_state(checkpoint)  # type: ignore[attr-defined]
-        content.about |= {"metrics": metrics, "saved_by": _MARK}
+        content.about |= {"metrics": metrics, "saved_by": _MARK, "monitor": self.monitor, "mode": self.mode}
         self._saver.save(content, path, self._delete_older, self._will_delete)
         self._blocked = time.perf_counter() - begin
         self._settle_at = step + 1

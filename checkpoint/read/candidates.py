@@ -14,9 +14,10 @@ from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_mani
 from trainwright.checkpoint.read.find import list_checkpoints
 from trainwright.checkpoint.store.paths import is_remote
 from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.write.retention import Retention
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 
-LAST, AUTO = "last", "auto"
+LAST, BEST, AUTO, INITIAL = "last", "best", "auto", "initial"
 RUN_STATE = "run state"
 # Files of Lightning's ModelCheckpoint.
 _FILES = "*.ckpt"
@@ -83,6 +84,17 @@ def newest_good(folders: Sequence[str], *, for_fit: bool = True) -> tuple[str | 
             return candidate.path, reasons
         reasons.append(f"{candidate.path}: {problem}")
     return None, reasons
+
+
+def best_of(folder: str) -> str | None:
+    """Return the usable checkpoint with the best value that the run monitored; None if it monitored none."""
+    found = list_checkpoints(folder)
+    usable = [e for e in found if not Candidate(e.path, e.manifest, e.created).problem(for_fit=False)]
+    about = next((each.manifest.about for each in usable if each.manifest.about.get("monitor")), None)
+    if about is None:
+        return None
+    best = Retention(keep_best=1, metric=about["monitor"], mode=about["mode"]).best(usable)
+    return best[0].path if best else None
 
 
 def newest_first(candidates: Iterable[Candidate]) -> list[Candidate]:

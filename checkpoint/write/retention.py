@@ -53,13 +53,14 @@ class Retention:
         newest_first = sorted(found, key=lambda each: each.order, reverse=True)
         kept = {each.path for each in newest_first[: self.keep_last]}
         kept |= {each.path for each in newest_first if self._is_milestone(each)}
-        kept |= {each.path for each in self._best(newest_first)}
+        kept |= {each.path for each in self.best(newest_first)}
         return [each for each in reversed(newest_first) if each.path not in kept]
 
     def _is_milestone(self, found: FoundCheckpoint) -> bool:
         return self.keep_every is not None and found.step > 0 and found.step % self.keep_every == 0
 
-    def _best(self, newest_first: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    def best(self, newest_first: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
+        """Return the best ones, best first, of checkpoints sorted by age."""
         if self.metric is None or not self.keep_best:
             return []
         values = [(each, each.manifest.metric(self.metric)) for each in newest_first]

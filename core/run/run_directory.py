@@ -1,5 +1,6 @@
 """Layout of run directories, chosen once by the launching process.
 
+runs/<name>/elsewhere.txt  the newest runs with their own run_dir=
 runs/<name>/<date>_<time>/
     config.yaml        the resolved configuration
     command.json       the words of the command
@@ -34,6 +35,7 @@ CONFIG_FILE = "config.yaml"
 COMMAND_FILE = "command.json"
 CHECKPOINTS = "checkpoints"
 PLAN_FILE = "plan.json"
+ELSEWHERE = "elsewhere.txt"  # in runs/<name>/: times and paths of run directories that were typed
 # A command that resumes in a run directory keeps the previous versions of these under numbered names.
 _OF_ONE_COMMAND = (Path(CONFIG_FILE), Path(COMMAND_FILE), Path(PLAN_FILE), Path("metrics.csv"))
 
@@ -149,9 +151,27 @@ def read_config(folder: Path | str) -> DictConfig:
 
 
 def runs_of(name: str) -> list[Path]:
-    """Return the run directories under runs/<name>/ that have or had checkpoints, newest first."""
+    """Return the run directories of a name that have or had checkpoints, newest first."""
+    found = {path.parent.name: path.parent for path in (RUNS / name).glob(f"*/{CHECKPOINTS}")}
+    found |= {time: path for path, time in _elsewhere(name).items() if (path / CHECKPOINTS).is_dir()}
+    return [found[time] for time in sorted(found, reverse=True)]
+
+
+def list_run(name: str, run_dir: Path) -> None:
+    """Add a run directory outside of runs/<name>/ to the list there, so that later commands find its checkpoints."""
     folder = RUNS / name
-    return sorted((path.parent for path in folder.glob(f"*/{CHECKPOINTS}")), reverse=True)
+    if run_dir.absolute().parent == folder.absolute() or not holds_run(run_dir):
+        return
+    listed = _elsewhere(name) | {run_dir.absolute(): timestamp()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / ELSEWHERE, "".join(f"{time} {path}\n" for path, time in listed.items()))
+
+
+def _elsewhere(name: str) -> dict[Path, str]:
+    """Return the times of the last runs in directories outside of runs/<name>/."""
+    file = RUNS / name / ELSEWHERE
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return {Path(path): time for time, _, path in (line.partition(" ") for line in lines)}
 
 
 def _numbered(path: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
-from trainwright.checkpoint.read.candidates import AUTO, LAST, RUN_STATE, newest_good
+from trainwright.checkpoint.read.candidates import AUTO, BEST, INITIAL, LAST, RUN_STATE, best_of, newest_good
 from trainwright.checkpoint.store.paths import is_remote, local_path
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.checkpoint.store.write_errors import free_bytes
@@ -31,7 +31,8 @@ def decide_resume(cfg: DictConfig, verb: str) -> list[str]:
     """Resolve `ckpt_path` and `resume` in the configuration.
 
     `ckpt_path` becomes the path of the newest checkpoint with a good manifest, and `resume_folders` the folders in
-    which the ranks look for it, or for an older one if its contents are damaged.
+    which the ranks look for it, or for an older one if its contents are damaged. What is evaluated without a word is
+    the best checkpoint of the newest run, or its newest if it monitored nothing.
 
     Args:
         cfg: the configuration; changed in place.
@@ -41,8 +42,13 @@ def decide_resume(cfg: DictConfig, verb: str) -> list[str]:
         Contradictory options, and checkpoints that were not found.
     """
     problems = list(_contradictions(cfg, verb))
-    if cfg.ckpt_path == LAST or (cfg.resume == AUTO and cfg.ckpt_path is None):
+    is_open = verb != "fit" and cfg.ckpt_path is None and cfg.init_from is None
+    if cfg.ckpt_path == BEST or (is_open and cfg.resume is None):
+        problems += _find_best(cfg, verb)
+    elif cfg.ckpt_path == LAST or (cfg.resume == AUTO and cfg.ckpt_path is None):
         problems += _find_newest(cfg, verb)
+    elif cfg.ckpt_path == INITIAL:
+        cfg.ckpt_path, cfg.resume_folders = None, []
     else:
         cfg.resume_folders = []
         if cfg.ckpt_path is not None and not is_remote(cfg.ckpt_path):
@@ -120,6 +126,8 @@ def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
         yield f"resume={cfg.resume} with {verb}: only fit can start from scratch; type ckpt_path={LAST}"
     if cfg.init_from is not None and cfg.ckpt_path is not None:
         yield f"init_from={cfg.init_from} with ckpt_path={cfg.ckpt_path}: both set the weights; leave one out"
+    if cfg.ckpt_path == INITIAL and verb == "fit":
+        yield f"ckpt_path={INITIAL} with fit: without a checkpoint, fit starts from initial weights; leave it out"
     if cfg.trust and not given:
         yield "trust=true without a checkpoint: it lets the file named by ckpt_path run code; leave it out"
     if not cfg.strict and not given and cfg.init_from is None:
@@ -128,26 +136,53 @@ def _contradictions(cfg: DictConfig, verb: str) -> Iterator[str]:
         yield "resume_folders is decided by the command; type ckpt_path=last or resume=auto, and run_dir=..."
 
 
+def _find_best(cfg: DictConfig, verb: str) -> list[str]:
+    """Find the best checkpoint of the newest run that monitored a value; without a word, of the newest run."""
+    is_open = cfg.ckpt_path is None
+    for folder in _folders(cfg, verb):
+        best = best_of(folder)
+        if best is not None:
+            cfg.ckpt_path, cfg.resume_folders = best, []
+            return []
+        if is_open and newest_good([folder], for_fit=False)[0] is not None:
+            break
+    if is_open:
+        cfg.ckpt_path = LAST
+        return [each.replace(f"ckpt_path={LAST}", f"{verb} without a checkpoint") for each in _find_newest(cfg, verb)]
+    cfg.ckpt_path = None
+    return [
+        f"ckpt_path={BEST}: no run of {run_name(cfg)} has a checkpoint with a monitored value; train with "
+        f"checkpoint={BEST} (or checkpoint.{BEST}.monitor=<logged value>), or type ckpt_path={LAST}"
+    ]
+
+
 def _find_newest(cfg: DictConfig, verb: str) -> list[str]:
     is_last = cfg.ckpt_path == LAST
-    folders = _folders(cfg)
+    folders = _folders(cfg, verb)
     cfg.ckpt_path, reasons = newest_good(folders, for_fit=verb == "fit")
     cfg.resume_folders = folders if cfg.ckpt_path is not None or reasons else []
     if cfg.ckpt_path is not None or not is_last:
         return []
     if reasons:
         why = f"there is no good checkpoint; skipped: {'; '.join(reasons)}"
-    elif cfg.run_dir is not None:
+    elif cfg.run_dir is not None and verb == "fit":
         why = f"there is no checkpoint in {', '.join(folders)}"
     else:
         why = f"no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint"
-    return [f"ckpt_path={LAST}: {why}; type ckpt_path=<path>, or resume={AUTO} to start from scratch without one"]
+    fresh = f"resume={AUTO} to start from scratch without one"
+    if verb != "fit":
+        fresh = f"init_from=<weights>, or ckpt_path={INITIAL} to take the initial weights of the module"
+    return [f"ckpt_path={LAST}: {why}; type ckpt_path=<path>, or {fresh}"]
 
 
-def _folders(cfg: DictConfig) -> list[str]:
-    """Return the folders to search: those of the configuration, then those of `run_dir` or of all runs of the name."""
+def _folders(cfg: DictConfig, verb: str = "fit") -> list[str]:
+    """Return the folders to search: those of the configuration, then those of `run_dir` or of all runs of the name.
+
+    Evaluation writes its results into `run_dir`, and searches all runs.
+    """
     given = cfg.run_dir is not None
-    runs = [Path(cfg.run_dir)] if given else runs_of(run_name(cfg))
+    runs = [Path(cfg.run_dir)] if given else []
+    runs += runs_of(run_name(cfg)) if not given or verb != "fit" else []
     folders = [*_dirpaths(cfg, of_every_run=not given), *(str(run / CHECKPOINTS) for run in runs)]
     return list(dict.fromkeys(folders))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from trainwright.checkpoint.store import write_errors
 from trainwright.command import run
 from trainwright.command.schema.compose import compose
 from trainwright.command.verbs import run_command as main
+from trainwright.core.problems import ConfigError
 from trainwright.launch import schema as config
 from trainwright.launch.recovery import check_resume
 from trainwright.trainer.data import partition
@@ -71,6 +73,59 @@ def test_weights_cannot_be_resumed(conf: Path) -> None:
     assert "contains only weights" in problem
     assert f"type init_from={weights}" in problem
     assert decided(conf, f"init_from={weights}") is None
+
+
+def test_weights_of_an_evaluation(conf: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Never initial weights without a word: the best or newest checkpoint of the newest run."""
+    problem = refusal(conf, verb="test")
+    assert problem.startswith("test without a checkpoint: no run of mine under runs/mine/ has a checkpoint; type")
+    assert all(word in problem for word in ("ckpt_path=<path>", "init_from=<weights>", "ckpt_path=initial"))
+    assert decided(conf, "ckpt_path=initial", verb="predict") is None
+    assert "ckpt_path=initial with fit" in refusal(conf, "ckpt_path=initial")
+    assert "type ckpt_path=last" not in refusal(conf, "ckpt_path=last", verb="test")
+
+    for step, loss in ((1, 0.5), (2, 0.3), (3, 0.4)):
+        write_checkpoint(f"{RUN}/step={step}", step, monitor="val_loss", mode="min", metrics={"val_loss": loss})
+    for given in ((), ("ckpt_path=best",), ("run_dir=results",), ("run_dir=results", "ckpt_path=best")):
+        assert decided(conf, *given, verb="validate") == f"{RUN}/step=2"
+    assert decided(conf, "ckpt_path=best") == f"{RUN}/step=2"
+    assert decided(conf, "run_dir=results", "ckpt_path=last", verb="test") == f"{RUN}/step=3"
+    cut_short(f"{RUN}/step=2")
+    assert decided(conf, verb="test") == f"{RUN}/step=3"
+
+    newer = write_checkpoint("runs/mine/2026-01-02/checkpoints/step=1", 1)
+    assert decided(conf, verb="test") == newer  # which monitored nothing
+    assert decided(conf, "ckpt_path=best", verb="test") == f"{RUN}/step=3"
+    weights = write_checkpoint("weights", 1)
+    monkeypatch.setattr("trainwright.command.verbs.launch", lambda cfg, *_: run.RunResult(Path("there")))
+    for word, shown in (
+        ("ckpt_path=initial", "the initial ones"),
+        (f"init_from={weights}", weights),
+        ("seed=1", newer),
+    ):
+        assert main(["test", "--config-dir", str(conf), "recipe=mine", word]) == 0
+        assert f"weights: {shown}" in capsys.readouterr().out
+
+
+def test_best_needs_a_monitored_value(conf: Path) -> None:
+    write_checkpoint(f"{RUN}/step=1", 1, metrics={"val_loss": 0.5})
+    problem = refusal(conf, "ckpt_path=best", verb="test")
+    assert "train with checkpoint=best" in problem
+    assert "ckpt_path=last" in problem
+
+
+def test_runs_with_their_own_directory_are_found(conf: Path) -> None:
+    """The newest of them, and of those under runs/; not those that were refused or removed."""
+    write_checkpoint(f"{RUN}/step=1", 1)
+    for path in ("first", "second"):
+        cfg = compose("mine", [f"run_dir={path}", "max_steps=1"], config_dir=conf)
+        run.run(cfg)
+        assert decided(conf, "ckpt_path=last", verb="test") == f"{path}/checkpoints/step=1"
+    shutil.rmtree("second")
+    assert decided(conf, "ckpt_path=last") == "first/checkpoints/step=1"
+    with pytest.raises(ConfigError):
+        run.run(compose("mine", ["run_dir=third", "max_steps=1", "trainer.gradient_clip_val=-1"], config_dir=conf))
+    assert "third" not in Path("runs/mine/elsewhere.txt").read_text()
 
 
 def test_no_good_checkpoint(conf: Path, capsys: pytest.CaptureFixture[str]) -> None:
