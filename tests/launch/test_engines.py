@@ -50,7 +50,7 @@ def _importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engine_runs_the_prepared_configuration(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
-    result = run(configured(tmp_path, "nodes=2"), "test")
+    result = run(configured(tmp_path, "nodes=2", "ckpt_path=initial"), "test")
     assert result.metrics == {"loss": 0.5}
     assert calls == [(str(tmp_path / "run"), "test")]
     assert (tmp_path / "run/config.yaml").is_file()
@@ -60,7 +60,7 @@ def test_refusing_engine_frees_the_run_directory(tmp_path, calls, monkeypatch):
     def refuse(cfg: DictConfig, verb: str) -> None:
         raise ConfigError(["no host answers"])
 
-    cfg = configured(tmp_path, "nodes=2")
+    cfg = configured(tmp_path, "nodes=2", "ckpt_path=initial")
     with monkeypatch.context() as patched:
         patched.setattr(sys.modules[MODULE], "launch", refuse)
         with pytest.raises(ConfigError, match="no host answers"):
