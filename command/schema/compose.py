@@ -32,14 +32,19 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from trainwright.callbacks.inject.sentences import split_inject
 from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
+    REFERRED,
     REMOVED_CHOICES,
     ComposeFault,
     extra_keys,
     fault_of,
     key_of,
+    paths_of,
     render_fault,
+    unread_keys,
+    value_of,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
+from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
@@ -53,13 +58,10 @@ _CONF = "pkg://trainwright.conf"
 _PLAIN_KEYS = tuple(item.name for item in fields(RunConfig))
 # Groups without a default value for their key.
 _NEEDED = tuple(item.name for item in fields(RunConfig) if item.default == MISSING and item.name != "name")
-# Groups whose choice has an effect only where the recipe refers to it.
-_REFERRED = {
-    "optimizer": "`optimizer: ${optimizer}` under module",
-    "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
-}
 # Plain keys that strategy=auto keeps if they were typed.
 _NOT_CHOSEN = ("micro_batch_size",)
+# Groups whose choices have names in other libraries, which are also typed as keys (fp16=true).
+_ANSWERED = ("strategy", "precision", "recipe")
 # Typed keys that are mappings with the user's names.
 _OPEN_MAPPINGS = re.compile(
     r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
@@ -258,18 +260,21 @@ class _Composer:
         self.groups = group_names(loader)
         self.parser = OverridesParser.create(config_loader=loader)
         self.result = Composition()
+        self.faults: list[ComposeFault] = []
 
     def compose(self, overrides: Sequence[str]) -> Composition:
         good = self._examine(overrides)
-        if not any(re.match(r"\+{0,2}recipe=.", text) for text in overrides):
+        if not any(re.match(r"\+{0,2}recipe=.", text) for text in (*overrides, *good)):
             recipes = ", ".join(choices_of(self.loader, "recipe"))
             self._add(f"no recipe was given; type recipe=<name>, recipes: {recipes}")
             self.result.guessed = False
+            self._render_faults()
             return self.result
         self._load_without_faults(good)
+        self._render_faults()
         if self.result.cfg is not None:
             _remember_typed(self.result.cfg, overrides)
-            self.result.problems += list(extra_keys(self.result.cfg))
+            self.result.problems += list(extra_keys(self.result.cfg, self._words))
             self.result.problems += _choices_without_effect(overrides, self.result.cfg)
         return self.result
 
@@ -302,7 +307,8 @@ class _Composer:
         key = override.get_key_element().lstrip("+~").split("@")[0]
         head = re.split(r"[./]", key)[0]
         if head == "hydra":
-            self._add(f"{text}: settings of Hydra have no effect; set the run directory by run_dir=...")
+            known = self._words().meaning(key, value_of(text)) or "set the run directory by run_dir=..."
+            self._add(f"{text}: settings of Hydra have no effect; {known}")
             return None
         if override.type == OverrideType.DEL:
             return self._examine_deletion(key, text)
@@ -352,8 +358,9 @@ class _Composer:
             self.result.guessed = False
             return None
         for name in unknown:
-            meant = self._choice_of_another(name, group)
-            allowed = meant or did_you_mean(name, choices, _plural(group))
+            meant = Vocabulary((), {group: choices}, str).meaning_of_value(group, name)
+            listed = f"{meant}; {_plural(group)}: {', '.join(choices)}" if meant else None
+            allowed = listed or self._choice_of_another(name, group) or did_you_mean(name, choices, _plural(group))
             self._add(f"{group}={name}: unknown choice; {allowed}")
         guess = nearest(unknown[0], choices)
         if guess is None or len(values) > 1:
@@ -372,12 +379,8 @@ class _Composer:
         )
 
     def _unknown(self, text: str, key: str, head: str) -> str | None:
-        allowed = sorted({*_PLAIN_KEYS, *self.groups})
-        self._add(
-            f"{text}: there is no key or group {head!r}; {did_you_mean(head, allowed, 'keys and groups')} "
-            "(arguments of your own classes go under module. and data.)"
-        )
-        guess = nearest(head, allowed)
+        self.faults.append(ComposeFault(text, key, "unknown head"))  # rendered once the keys of the recipe are known
+        guess = nearest(head, sorted({*_PLAIN_KEYS, *self.groups}))
         if guess is None:
             return None
         repaired = guess + key[len(head) :] + "=" + text.split("=", 1)[1]
@@ -386,8 +389,16 @@ class _Composer:
         del self.result.problems[problems_before:]  # problems of a guess do not concern the user
         return kept
 
+    def _words(self) -> Vocabulary:
+        """Return what can be typed, with the keys of the recipe if it was composed."""
+        cfg = self.result.cfg
+        names = dict.fromkeys([*_PLAIN_KEYS, *self.groups, *(paths_of(cfg) if cfg is not None else ())])
+        return Vocabulary(names, {group: choices_of(self.loader, group) for group in _ANSWERED}, str)
+
+    def _render_faults(self) -> None:
+        self.result.problems += [render_fault(each, self.result.cfg, self._words()) for each in self.faults]
+
     def _load_without_faults(self, overrides: list[str]) -> None:
-        faults: list[ComposeFault] = []
         remaining = list(overrides)
         while True:
             try:
@@ -395,9 +406,8 @@ class _Composer:
                 break
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
                 fault, culprit = fault_of(error, remaining)
-                faults.append(fault)
+                self.faults.append(fault)
                 if culprit is None:
-                    self.result.problems += [render_fault(each, None) for each in faults]
                     self.result.guessed = False
                     return
                 remaining.remove(culprit)
@@ -405,21 +415,17 @@ class _Composer:
         with open_dict(cfg):
             cfg.pop("hydra", None)
         self.result.cfg = cfg
-        self.result.problems += [render_fault(each, cfg) for each in faults]
 
 
 def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
     """Return overrides that the recipe never reads, and that would be ignored silently."""
-    readers = OmegaConf.to_container(
-        OmegaConf.create({key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}), resolve=False
-    )
     problems = []
-    for name in _REFERRED:
+    for name in unread_keys(cfg):
         given = next((text for text in overrides if re.split(r"[.=]", text.lstrip("+~"))[0] == name), None)
-        if given is not None and f"${{{name}" not in str(readers):
+        if given is not None:
             problems.append(
                 f"{given}: has no effect, the recipe {cfg.get('name', '?')!r} does not use {name}; leave it out, or "
-                f"write {_REFERRED[name]} in the recipe"
+                f"write {REFERRED[name]} in the recipe"
             )
     return problems
 

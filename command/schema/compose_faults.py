@@ -1,19 +1,25 @@
 """Composition errors as sentences: the given value, what is allowed, what to type; also for what was removed."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.core.config.synonyms import Vocabulary, names_for
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
 from trainwright.strategies.averaging.compression import options as compression_options
 from trainwright.strategies.contract.registry import all_options
 
+# Groups whose choice has an effect only where the recipe refers to it.
+REFERRED = {
+    "optimizer": "`optimizer: ${optimizer}` under module",
+    "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
+}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
 _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
 
@@ -25,7 +31,7 @@ class ComposeFault:
     Args:
         text: the override, or the file.
         key: of the override.
-        kind: ``"unknown key"``, ``"absent group"``, ``"wrong value"``, ``"file"`` or ``"other"``.
+        kind: ``"unknown key"``, ``"unknown head"`` (its first part), ``"absent group"``, ``"wrong value"``, ``"file"`` or ``"other"``.
         detail: Hydra's message.
     """
 
@@ -54,16 +60,19 @@ def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[ComposeFault, 
     return ComposeFault("", "", "other", message), None
 
 
-def render_fault(fault: ComposeFault, cfg: DictConfig | None) -> str:
+def render_fault(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary) -> str:
     """Return a fault as a sentence.
 
     Args:
         fault: to render.
         cfg: composed without the override, for the valid names; None = nothing was composed.
+        words: all that can be typed.
     """
     match fault.kind:
         case "unknown key":
-            return _render_unknown_key(fault, cfg)
+            return _render_unknown_key(fault, cfg, words)
+        case "unknown head":
+            return _render_unknown_head(fault, words)
         case "absent group":
             used = f"the recipe {cfg.get('name', '?')!r}" if cfg is not None else "the recipe"
             return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
@@ -81,21 +90,43 @@ def render_fault(fault: ComposeFault, cfg: DictConfig | None) -> str:
     return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
 
 
-def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None) -> str:
+def _render_unknown_head(fault: ComposeFault, words: Vocabulary) -> str:
+    head = re.split(r"[./]", fault.key)[0]
+    hint = did_you_mean(head, words.names, "keys and groups")
+    return f"{fault.text}: " + (
+        words.meaning(fault.key, value_of(fault.text))
+        or f"there is no key or group {head!r}; {hint} (arguments of your own classes go under module. and data.)"
+    )
+
+
+def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary) -> str:
     if fault.key in REMOVED_KEYS:
         return f"{fault.text} {REMOVED_KEYS[fault.key]}"
     parent, _, last = fault.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
+    names = [str(name) for name in node if name != "_target_"] if isinstance(node, DictConfig) else []
+    value, beside = value_of(fault.text), [f"{parent}.{name}" for name in names_for(last, names)]
+    words = replace(words, names=beside or words.names)
+    if meaning := (not beside and _meaning_of_option(parent, last, value)) or words.meaning(fault.key, value):
+        return f"{fault.text}: {meaning}"
     if not isinstance(node, DictConfig):
         return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all keys"
-    names = [str(name) for name in node if name != "_target_"]
-    having = [name for name, options in all_options() if parent == "strategy" and last in options.__dataclass_fields__]
-    if having:
-        return f"{fault.text}: the chosen strategy has no key {last!r}; type strategy={' or '.join(having)} with it"
-    text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
+    hint = did_you_mean(last, names, f"keys of {parent}", "`--print-config`")
+    text = f"{fault.text}: {parent} has no key {last!r}; {hint}"
     if OmegaConf.get_type(node) is dict:
         text += f" (to add it: +{fault.text.lstrip('+')})"
     return text
+
+
+def _meaning_of_option(parent: str, word: str, value: str) -> str | None:
+    """Return the strategies that have an option of this name or meaning; ``None`` if no strategy has."""
+    options = all_options() if parent == "strategy" else ()
+    named = {name: names_for(word, each.__dataclass_fields__) for name, each in options}
+    having = [name for name, found in named.items() if found]
+    if not having:
+        return None
+    keys = dict.fromkeys(f"strategy.{found[0]}={value}" for found in named.values() if found)
+    return f"the chosen strategy has no key {word!r}; type strategy={' or '.join(having)} with {' or '.join(keys)}"
 
 
 def _render_file_fault(fault: ComposeFault) -> str:
@@ -112,8 +143,8 @@ def _render_file_fault(fault: ComposeFault) -> str:
     return f"in {fault.text}.yaml: there is no key {unknown[1]!r}; {did_you_mean(unknown[1], names, where)}"
 
 
-def extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Yield keys that `+` added to a typed part, where nothing reads them."""
+def extra_keys(node: DictConfig, words: Callable[[], Vocabulary], path: str = "") -> Iterator[str]:
+    """Yield keys that `+` added to a typed part, where nothing reads them; `words` returns all that can be typed."""
     schema = OmegaConf.get_type(node)
     allowed = [item.name for item in fields(schema)] if is_dataclass(schema) else None
     for key in list(node):
@@ -121,13 +152,33 @@ def extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
         if allowed is not None and key not in allowed:
             where = f"keys of {path}" if path else "keys"
             names = [name for name in allowed if name != "_target_"]
-            yield f"+{full}: there is no key {str(key)!r}; {did_you_mean(str(key), names, where)}"
+            others = replace(words(), names=[name for name in words().names if name != full])
+            hint = others.meaning(full, node[key]) or did_you_mean(str(key), names, where, "`--print-config`")
+            yield f"+{full}: there is no key {str(key)!r}; {hint}"
             continue
         if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
             continue
         child = node[key]
         if isinstance(child, DictConfig):
-            yield from extra_keys(child, full)
+            yield from extra_keys(child, words, full)
+
+
+def paths_of(cfg: DictConfig) -> Iterator[str]:
+    """Yield the dotted keys of values, without those that refer to others and those that nothing reads."""
+    plain, unread = OmegaConf.to_container(cfg, resolve=False), unread_keys(cfg)
+    values = [(key, value) for key, value in plain.items() if key not in unread]
+    for path, value in values:  # grows
+        if isinstance(value, dict):
+            values += [(f"{path}.{key}", each) for key, each in value.items()]
+        elif "${" not in str(value) and not path.endswith("._target_"):
+            yield path
+
+
+def unread_keys(cfg: DictConfig) -> list[str]:
+    """Return the keys among `REFERRED` to which the recipe does not refer."""
+    parts = {key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}
+    readers = str(OmegaConf.to_container(OmegaConf.create(parts), resolve=False))
+    return [name for name in REFERRED if f"${{{name}" not in readers]
 
 
 def _schema_at(path: str) -> Any:
@@ -158,6 +209,11 @@ def _example(path: str) -> str:
 def key_of(override: str) -> str:
     """Return the key, or the group, of an override."""
     return override.lstrip("+~").split("=", 1)[0]
+
+
+def value_of(override: str) -> str:
+    """Return the value of an override as typed."""
+    return override.partition("=")[2]
 
 
 def _without_search_path(message: str) -> str:
