@@ -5,9 +5,6 @@ from collections.abc import Iterable, Sequence
 
 from trainwright.core.config.synonyms import names_for
 
-
-SHOWN_BY = "`trainwright fit --help`"
-"""Shows all keys and choices of the command line."""
 _MOST_NAMES, _NEAREST = 20, 6
 
 
@@ -42,7 +39,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def did_you_mean(given: str, allowed: Iterable[str], kind: str, shown_by: str = SHOWN_BY) -> str:
+def did_you_mean(given: str, allowed: Iterable[str], kind: str, shown_by: str = "`trainwright fit --help`") -> str:
     """Return the nearest allowed name as a question, followed by all of them, or of many by those most like it.
 
     Args:

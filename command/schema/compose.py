@@ -25,7 +25,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -41,7 +41,6 @@ from trainwright.command.schema.compose_faults import (
     paths_of,
     render_fault,
     unread_keys,
-    value_of,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
 from trainwright.core.config.synonyms import Vocabulary
@@ -61,7 +60,7 @@ _NEEDED = tuple(item.name for item in fields(RunConfig) if item.default == MISSI
 # Plain keys that strategy=auto keeps if they were typed.
 _NOT_CHOSEN = ("micro_batch_size",)
 # Groups whose choices have names in other libraries, which are also typed as keys (fp16=true).
-_ANSWERED = ("strategy", "precision", "recipe")
+_ANSWERED = ("strategy", "precision", "recipe", "launch", "checkpoint", "monitor")
 # Typed keys that are mappings with the user's names.
 _OPEN_MAPPINGS = re.compile(
     r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
@@ -294,6 +293,8 @@ class _Composer:
         return good
 
     def _examine_one(self, text: str) -> str | None:
+        if text.startswith("--"):
+            return self._examine_dashed(text)
         try:
             override = self.parser.parse_override(text)
         except HydraException as error:
@@ -307,7 +308,7 @@ class _Composer:
         key = override.get_key_element().lstrip("+~").split("@")[0]
         head = re.split(r"[./]", key)[0]
         if head == "hydra":
-            known = self._words().meaning(key, value_of(text)) or "set the run directory by run_dir=..."
+            known = self._words().meaning(key, text.partition("=")[2]) or "set the run directory by run_dir=..."
             self._add(f"{text}: settings of Hydra have no effect; {known}")
             return None
         if override.type == OverrideType.DEL:
@@ -318,6 +319,14 @@ class _Composer:
             return self._unknown(text, key, head)
         # Hydra adds keys to a mapping only with a plus; in these mappings the user names every key.
         return f"++{text}" if _OPEN_MAPPINGS.match(text) else text
+
+    def _examine_dashed(self, text: str) -> str | None:
+        """Refuse a key typed like an option; return the override to compose."""
+        before, typed = len(self.result.problems) + len(self.faults), text.lstrip("-")
+        kept = self._examine_one(typed)
+        if before == len(self.result.problems) + len(self.faults):
+            self._add(f"{text}: keys are typed without dashes; type {typed}")
+        return kept
 
     def _give_up_on(self, head: str) -> None:
         """Omit an override; if much depends on it, skip the other checks."""
@@ -358,7 +367,7 @@ class _Composer:
             self.result.guessed = False
             return None
         for name in unknown:
-            meant = Vocabulary((), {group: choices}, str).meaning_of_value(group, name)
+            meant = Vocabulary((), {group: choices}, str).meaning(name)
             listed = f"{meant}; {_plural(group)}: {', '.join(choices)}" if meant else None
             allowed = listed or self._choice_of_another(name, group) or did_you_mean(name, choices, _plural(group))
             self._add(f"{group}={name}: unknown choice; {allowed}")
@@ -379,7 +388,7 @@ class _Composer:
         )
 
     def _unknown(self, text: str, key: str, head: str) -> str | None:
-        self.faults.append(ComposeFault(text, key, "unknown head"))  # rendered once the keys of the recipe are known
+        self.faults.append(ComposeFault(text, key, "unknown key"))  # rendered once the keys of the recipe are known
         guess = nearest(head, sorted({*_PLAIN_KEYS, *self.groups}))
         if guess is None:
             return None

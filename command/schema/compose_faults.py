@@ -31,7 +31,7 @@ class ComposeFault:
     Args:
         text: the override, or the file.
         key: of the override.
-        kind: ``"unknown key"``, ``"unknown head"`` (its first part), ``"absent group"``, ``"wrong value"``, ``"file"`` or ``"other"``.
+        kind: ``"unknown key"``, ``"absent group"``, ``"wrong value"``, ``"file"`` or ``"other"``.
         detail: Hydra's message.
     """
 
@@ -71,8 +71,6 @@ def render_fault(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary)
     match fault.kind:
         case "unknown key":
             return _render_unknown_key(fault, cfg, words)
-        case "unknown head":
-            return _render_unknown_head(fault, words)
         case "absent group":
             used = f"the recipe {cfg.get('name', '?')!r}" if cfg is not None else "the recipe"
             return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
@@ -90,43 +88,30 @@ def render_fault(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary)
     return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
 
 
-def _render_unknown_head(fault: ComposeFault, words: Vocabulary) -> str:
-    head = re.split(r"[./]", fault.key)[0]
-    hint = did_you_mean(head, words.names, "keys and groups")
-    return f"{fault.text}: " + (
-        words.meaning(fault.key, value_of(fault.text))
-        or f"there is no key or group {head!r}; {hint} (arguments of your own classes go under module. and data.)"
-    )
-
-
 def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary) -> str:
     if fault.key in REMOVED_KEYS:
         return f"{fault.text} {REMOVED_KEYS[fault.key]}"
     parent, _, last = fault.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
     names = [str(name) for name in node if name != "_target_"] if isinstance(node, DictConfig) else []
-    value, beside = value_of(fault.text), [f"{parent}.{name}" for name in names_for(last, names)]
-    words = replace(words, names=beside or words.names)
-    if meaning := (not beside and _meaning_of_option(parent, last, value)) or words.meaning(fault.key, value):
+    beside = [f"{parent}.{name}" for name in names_for(last, names)]
+    options = dict(all_options()) if parent == "strategy" and not beside else {}
+    having = {name: found[0] for name, each in options.items() if (found := names_for(last, each.__dataclass_fields__))}
+    value = fault.text.partition("=")[2]
+    if having:
+        typed = f"strategy={' or '.join(having)} with strategy.{next(iter(having.values()))}={value}"
+        return f"{fault.text}: the chosen strategy has no key {last!r}; type {typed}"
+    if meaning := replace(words, names=beside or words.names).meaning(fault.key, value):
         return f"{fault.text}: {meaning}"
     if not isinstance(node, DictConfig):
-        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all keys"
+        hint = did_you_mean(re.split("[./]", fault.key)[0], words.names, "keys and groups")
+        text = f"{fault.text}: there is no key or group {fault.key!r}; {hint}"
+        return f"{text} (arguments of your own classes go under module. and data.)"
     hint = did_you_mean(last, names, f"keys of {parent}", "`--print-config`")
     text = f"{fault.text}: {parent} has no key {last!r}; {hint}"
     if OmegaConf.get_type(node) is dict:
         text += f" (to add it: +{fault.text.lstrip('+')})"
     return text
-
-
-def _meaning_of_option(parent: str, word: str, value: str) -> str | None:
-    """Return the strategies that have an option of this name or meaning; ``None`` if no strategy has."""
-    options = all_options() if parent == "strategy" else ()
-    named = {name: names_for(word, each.__dataclass_fields__) for name, each in options}
-    having = [name for name, found in named.items() if found]
-    if not having:
-        return None
-    keys = dict.fromkeys(f"strategy.{found[0]}={value}" for found in named.values() if found)
-    return f"the chosen strategy has no key {word!r}; type strategy={' or '.join(having)} with {' or '.join(keys)}"
 
 
 def _render_file_fault(fault: ComposeFault) -> str:
@@ -152,8 +137,7 @@ def extra_keys(node: DictConfig, words: Callable[[], Vocabulary], path: str = ""
         if allowed is not None and key not in allowed:
             where = f"keys of {path}" if path else "keys"
             names = [name for name in allowed if name != "_target_"]
-            others = replace(words(), names=[name for name in words().names if name != full])
-            hint = others.meaning(full, node[key]) or did_you_mean(str(key), names, where, "`--print-config`")
+            hint = words().meaning(full, node[key]) or did_you_mean(str(key), names, where, "`--print-config`")
             yield f"+{full}: there is no key {str(key)!r}; {hint}"
             continue
         if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
@@ -209,11 +193,6 @@ def _example(path: str) -> str:
 def key_of(override: str) -> str:
     """Return the key, or the group, of an override."""
     return override.lstrip("+~").split("=", 1)[0]
-
-
-def value_of(override: str) -> str:
-    """Return the value of an override as typed."""
-    return override.partition("=")[2]
 
 
 def _without_search_path(message: str) -> str:
