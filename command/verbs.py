@@ -261,7 +261,7 @@ def _without_dashed_keys(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words without keys that were typed like options, and these as overrides: `--lr 0.1` as `--lr=0.1`."""
     rest, dashed = list[str](), dict[str, str]()
     for before, word in pairwise(["", *words]):
-        if word.startswith("--") and not get_close_matches(
+        if re.match(r"--\w", word) and not get_close_matches(
             word.split("=")[0], (*_OPTIONS, "--cfg", "--prove"), 1, 0.75
         ):
             dashed[word] = "" if "=" in word else "=true"
@@ -276,16 +276,16 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     words, dashed = _without_dashed_keys(words)
     arguments, plain, problems = make_parser().parse_among_words(words, _OPTIONS)
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
-    arguments.overrides = [*plain, *dashed]
+    plain += dashed
+    arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in ALL_VERBS:
         problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, ALL_VERBS, 'verbs')}")
     elif arguments.verb in FIRST_WORD_VERBS:
         problems.append(
             f"{arguments.verb} comes first: type trainwright {arguments.verb} {FIRST_WORD_VERBS[arguments.verb]}"
         )
-    elif arguments.verb is None and arguments.overrides:
-        given = arguments.overrides
-        problems.append(f"no verb was given before {given[0]}; type trainwright fit {' '.join(given)}")
+    elif arguments.verb is None and plain:
+        problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
     for option, verbs in (("json", (VERIFY, PLAN)), ("report", (VERIFY,)), ("html", (PLAN,))):
         is_given = getattr(arguments, option) not in (None, False)
         if is_given and arguments.verb not in verbs and not arguments.help:

@@ -3,8 +3,6 @@
 The loops and connectors of :mod:`trainwright.trainer` derive from Lightning's, which have no public names.
 """
 
-from lightning.fabric.connector import _PRECISION_INPUT_STR as _PRECISION_INPUT_STR
-from lightning.fabric.connector import _PRECISION_INPUT_STR_ALIAS_CONVERSION as _PRECISION_INPUT_STR_ALIAS_CONVERSION
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager as _DtypeContextManager
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as _auto_add_worker_init_fn
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch

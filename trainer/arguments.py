@@ -18,12 +18,7 @@ from trainwright.callbacks.progress.progress_bar import ProgressBar
 from trainwright.core.config.options import refuse, refuse_unknown_arguments
 from trainwright.core.config.references import python_value
 from trainwright.core.config.synonyms import Vocabulary, names_for
-from trainwright.core.lightning_internals import (
-    _PRECISION_INPUT_STR,
-    _PRECISION_INPUT_STR_ALIAS_CONVERSION,
-    _parse_env_variables,
-    _select_auto_accelerator,
-)
+from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
 from trainwright.core.problems import did_you_mean
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import AutocastPrecision
@@ -105,10 +100,9 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
         return make_strategy(strategy)  # type: ignore[no-any-return]
     if strategy not in StrategyRegistry.available_strategies():
         strategy_options(strategy)  # raises with the known names
-    own = names_for(strategy, strategy_names())
-    if own:
+    if own := names_for(strategy, strategy_names()):
         rank_zero_info(
-            f"strategy={strategy!r} is Lightning's own; {' or '.join(map(repr, own))} is that of Trainwright."
+            f"strategy={strategy!r} is Lightning's own; that of Trainwright is {' or '.join(map(repr, own))}."
         )
     return strategy
 
@@ -124,10 +118,9 @@ def check_words(trainer: type, kwargs: Mapping[str, Any]) -> None:
         TypeError: for an argument.
         ValueError: for the precision.
     """
-    choices = {"strategy": strategy_names(), "precision": get_args(_PRECISION_INPUT_STR)}
-    refuse_unknown_arguments(trainer, kwargs, **choices)
-    given, precisions = kwargs.get("precision"), choices.pop("precision")
-    if isinstance(given, str) and given not in (*precisions, *_PRECISION_INPUT_STR_ALIAS_CONVERSION):
+    given, precisions = kwargs.get("precision"), get_args(accelerator_connector._PRECISION_INPUT_STR)
+    refuse_unknown_arguments(trainer, kwargs, strategy=strategy_names(), precision=precisions)
+    if isinstance(given, str) and not {given, f"{given}-true"}.intersection(precisions):  # Lightning takes "16" as well
         hint = Vocabulary((), {"precision": precisions}).meaning(given)
         raise ValueError(f"precision={given!r}: {hint or did_you_mean(given, precisions, 'precisions')}")
 

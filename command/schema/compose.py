@@ -8,7 +8,7 @@ deleted with `~`, and a user's file that one of the package would shadow.
 import copy
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -25,22 +25,19 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainwright.callbacks.inject.sentences import split_inject
 from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
-    REFERRED,
     REMOVED_CHOICES,
     ComposeFault,
     extra_keys,
     fault_of,
     key_of,
-    paths_of,
     render_fault,
-    unread_keys,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
 from trainwright.core.config.synonyms import Vocabulary
@@ -57,6 +54,11 @@ _CONF = "pkg://trainwright.conf"
 _PLAIN_KEYS = tuple(item.name for item in fields(RunConfig))
 # Groups without a default value for their key.
 _NEEDED = tuple(item.name for item in fields(RunConfig) if item.default == MISSING and item.name != "name")
+# Groups whose choice has an effect only where the recipe refers to it.
+_REFERRED = {
+    "optimizer": "`optimizer: ${optimizer}` under module",
+    "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
+}
 # Plain keys that strategy=auto keeps if they were typed.
 _NOT_CHOSEN = ("micro_batch_size",)
 # Groups whose choices have names in other libraries, which are also typed as keys (fp16=true).
@@ -401,7 +403,7 @@ class _Composer:
     def _words(self) -> Vocabulary:
         """Return what can be typed, with the keys of the recipe if it was composed."""
         cfg = self.result.cfg
-        names = dict.fromkeys([*_PLAIN_KEYS, *self.groups, *(paths_of(cfg) if cfg is not None else ())])
+        names = dict.fromkeys([*_PLAIN_KEYS, *self.groups, *(_paths_of(cfg) if cfg is not None else ())])
         return Vocabulary(names, {group: choices_of(self.loader, group) for group in _ANSWERED}, str)
 
     def _render_faults(self) -> None:
@@ -426,15 +428,33 @@ class _Composer:
         self.result.cfg = cfg
 
 
+def _paths_of(cfg: DictConfig) -> Iterator[str]:
+    """Yield the dotted keys of values, without those that refer to others and those that nothing reads."""
+    plain, unread = OmegaConf.to_container(cfg, resolve=False), _unread_keys(cfg)
+    values = [(key, value) for key, value in plain.items() if key not in unread]
+    for path, value in values:  # grows
+        if isinstance(value, dict):
+            values += [(f"{path}.{key}", each) for key, each in value.items()]
+        elif "${" not in str(value) and not path.endswith("._target_"):
+            yield path
+
+
+def _unread_keys(cfg: DictConfig) -> list[str]:
+    """Return the keys among `_REFERRED` to which the recipe does not refer."""
+    parts = {key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}
+    readers = str(OmegaConf.to_container(OmegaConf.create(parts), resolve=False))
+    return [name for name in _REFERRED if f"${{{name}" not in readers]
+
+
 def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
     """Return overrides that the recipe never reads, and that would be ignored silently."""
     problems = []
-    for name in unread_keys(cfg):
+    for name in _unread_keys(cfg):
         given = next((text for text in overrides if re.split(r"[.=]", text.lstrip("+~"))[0] == name), None)
         if given is not None:
             problems.append(
                 f"{given}: has no effect, the recipe {cfg.get('name', '?')!r} does not use {name}; leave it out, or "
-                f"write {REFERRED[name]} in the recipe"
+                f"write {_REFERRED[name]} in the recipe"
             )
     return problems
 

@@ -15,11 +15,6 @@ from trainwright.launch.schema import RunConfig
 from trainwright.strategies.averaging.compression import options as compression_options
 from trainwright.strategies.contract.registry import all_options
 
-# Groups whose choice has an effect only where the recipe refers to it.
-REFERRED = {
-    "optimizer": "`optimizer: ${optimizer}` under module",
-    "micro_batch_size": "`batch_size: ${micro_batch_size}` under data",
-}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
 _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
 
@@ -145,24 +140,6 @@ def extra_keys(node: DictConfig, words: Callable[[], Vocabulary], path: str = ""
         child = node[key]
         if isinstance(child, DictConfig):
             yield from extra_keys(child, words, full)
-
-
-def paths_of(cfg: DictConfig) -> Iterator[str]:
-    """Yield the dotted keys of values, without those that refer to others and those that nothing reads."""
-    plain, unread = OmegaConf.to_container(cfg, resolve=False), unread_keys(cfg)
-    values = [(key, value) for key, value in plain.items() if key not in unread]
-    for path, value in values:  # grows
-        if isinstance(value, dict):
-            values += [(f"{path}.{key}", each) for key, each in value.items()]
-        elif "${" not in str(value) and not path.endswith("._target_"):
-            yield path
-
-
-def unread_keys(cfg: DictConfig) -> list[str]:
-    """Return the keys among `REFERRED` to which the recipe does not refer."""
-    parts = {key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}
-    readers = str(OmegaConf.to_container(OmegaConf.create(parts), resolve=False))
-    return [name for name in REFERRED if f"${{{name}" not in readers]
 
 
 def _schema_at(path: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields
 from functools import cache
 from inspect import signature
@@ -79,9 +79,7 @@ def unknown_options(schema: type, given: Iterable[str], prefix: str) -> list[str
     return [f"{prefix}{name}: there is no such option; {hint}" for name, hint in near.items()]
 
 
-def refuse_unknown_arguments(
-    owner: type, given: Mapping[str, Any], *others: Callable[..., Any], **choices: Iterable[str]
-) -> None:
+def refuse_unknown_arguments(owner: type, given: Mapping[str, Any], *others: Any, **choices: Collection[str]) -> None:
     """Raise if a constructor gets arguments that do not exist.
 
     Args:
@@ -96,11 +94,14 @@ def refuse_unknown_arguments(
     takers = [*(each.__init__ for each in owner.__mro__), *others]  # type: ignore[misc]
     names = {name for each in takers for name in signature(each).parameters} - {"self", "args", "kwargs", "_target_"}
     words, shown_by = Vocabulary(names, choices), f"help({owner.__name__})"
-    unknown = {name: value for name, value in given.items() if name not in names}
-    hints = {n: words.meaning(n, v) or did_you_mean(n, names, "arguments", shown_by) for n, v in unknown.items()}
-    if hints:
-        texts = (f"{name}={given[name]!r}: there is no such argument; {hint}" for name, hint in hints.items())
-        raise TypeError(f"{owner.__name__}: {'; '.join(texts)}")
+    problems = (
+        f"{name}={given[name]!r}: there is no such argument; "
+        + (words.meaning(name, given[name]) or did_you_mean(name, names, "arguments", shown_by))
+        for name in given
+        if name not in names
+    )
+    if text := "; ".join(problems):
+        raise TypeError(f"{owner.__name__}: {text}")
 
 
 def value_problems(schema: type, given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -8,22 +8,20 @@ from typing import Any
 # One meaning between semicolons: its names here, on the command line and in Python, then those of other libraries.
 # A word with several meanings is answered with all of them. Forms such as num_gpus and tp_size are left to `_plain`.
 _SAME = """
-devices gpus ngpus processes nproc_per_node tpu_cores ipus; nodes nnodes machines; lr learning_rate; workers
+devices gpus ngpus processes nproc_per_node tpu_cores ipus; nodes nnodes; lr learning_rate; workers; optimizer optim
 ; epochs epoch train_epochs; steps train_steps training_steps iters iterations; seed seed_everything random_seed
-; micro_batch_size batch_size train_batch_size bs per_device_train_batch_size train_micro_batch_size_per_gpu
-; global_batch_size batch_size train_batch_size bs effective_batch_size; strategy distributed_backend parallelism
-; accumulation.steps accumulate_grad_batches gradient_accumulation_steps grad_accum; precision dtype mixed_precision
-; gradient_clip_val grad_clip gradient_clipping clip_grad_norm grad_norm; run_dir default_root_dir output_dir log_dir
-hydra.run.dir hydra.sweep.dir; ckpt_path resume_from_checkpoint checkpoint_path; optimizer optim
-; recipe experiment config config_name datamodule data_module dataset; launch launcher hydra/launcher
-; enable_checkpointing checkpoint_callback checkpoint; enable_model_summary weights_summary
-; enable_progress_bar progress_bar_refresh_rate monitor; single single_device none; deepspeed_json deepspeed
-; zero1 zero deepspeed; zero2 shard_grad_op zero deepspeed; ddp dp data_parallel ddp2 horovod distributed
-; zero3 fsdp fsdp1 fsdp2 fsdp_cpu full_shard zero deepspeed; hybrid hsdp model_parallel 2d 3d hybrid_3d megatron
-; tensor tp model_parallel megatron; pipeline pp model_parallel; context cp sp sequence ulysses; expert ep moe
-; parameter_server ps async asynchronous; local_sgd post_local_sgd; shard dp_shard fsdp; replicate dp_replicate
-; 16-mixed 16 fp16 float16 half amp mixed; bf16-mixed bf16 bfloat16 amp mixed; fp16 float16 half; bf16 bfloat16
-; 32 32-true fp32 float32 float full single; 64-true 64 fp64 float64 double
+; micro_batch_size batch_size train_batch_size; global_batch_size batch_size train_batch_size
+; accumulation.steps accumulate_grad_batches gradient_accumulation_steps; precision dtype mixed_precision
+; gradient_clip_val grad_clip gradient_clipping clip_grad_norm grad_norm; ckpt_path resume_from_checkpoint
+; run_dir default_root_dir output_dir log_dir hydra.run.dir hydra.sweep.dir; launch launcher hydra/launcher
+; recipe experiment config config_name datamodule dataset; enable_model_summary weights_summary
+; checkpoint enable_checkpointing checkpoint_callback; monitor enable_progress_bar progress_bar_refresh_rate
+; single single_device none; ddp dp data_parallel ddp2 horovod; deepspeed_json deepspeed; zero1 zero deepspeed
+; zero2 shard_grad_op zero deepspeed; zero3 fsdp fsdp1 fsdp2 fsdp_cpu full_shard zero deepspeed
+; hybrid hsdp model_parallel 2d 3d hybrid_3d megatron; tensor tp model_parallel megatron; pipeline pp model_parallel
+; context cp sp sequence ulysses; expert ep moe; parameter_server ps async; local_sgd post_local_sgd
+; shard dp_shard fsdp; replicate dp_replicate; 16-mixed 16 fp16 float16 half amp mixed; fp16 float16 half
+; bf16-mixed bf16 bfloat16 amp mixed; bf16 bfloat16; 32 32-true fp32 float32 float full single; 64-true fp64 float64
 """
 # What to do where the interface in use has no name for the word.
 _ADVICE = {
@@ -54,10 +52,9 @@ class Vocabulary:
             word: a name, or a choice, also used as a name like ``fp16=True``.
             value: given for the name.
         """
-        found = {name: self._typed(name, value) for name in names_for(word, self.names) if name != word}
-        found = found or {
-            each: f"{name}={self.show(each)}" for name, words in self.choices.items() for each in names_for(word, words)
-        }
+        names = [name for name in names_for(word, self.names) if name != word]
+        choices = [] if names else [(n, each) for n, words in self.choices.items() for each in names_for(word, words)]
+        found = {n: self._typed(n, value) for n in names} | {each: self._typed(n, each) for n, each in choices}
         if found:
             return f"{word} is called {' or '.join(found)} here; type {' or '.join(found.values())}"
         return next((_ADVICE[name] for name in names_for(word, _ADVICE)), None)
