@@ -430,8 +430,9 @@ class _Composer:
 
 def _paths_of(cfg: DictConfig) -> Iterator[str]:
     """Yield the dotted keys of values, without those that refer to others and those that nothing reads."""
-    plain, unread = OmegaConf.to_container(cfg, resolve=False), _unread_keys(cfg)
-    values = [(key, value) for key, value in plain.items() if key not in unread]
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    unread = _unread_keys(cfg)
+    values = [(str(key), value) for key, value in plain.items() if key not in unread]
     for path, value in values:  # grows
         if isinstance(value, dict):
             values += [(f"{path}.{key}", each) for key, each in value.items()]

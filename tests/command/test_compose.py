@@ -118,7 +118,7 @@ def test_precision_choices(conf: Path, precision: str) -> None:
     (["recipe=gtp"], ["recipe=gtp", "did you mean gpt?", "digits", "mine"]),
     (["precision=fp8"], ["precision=fp8", "16-mixed, 32, bf16-mixed, bf16-true"]),
     (["size=llama"], ["llama is a choice of model, type model=llama", "sizes: 125m, 175b"]),
-    (["max_stepz=4"], ["max_stepz=4", "did you mean max_steps?", "global_batch_size", "run_dir"]),
+    (["max_stepz=4"], ["max_stepz=4", "did you mean max_steps?", "max_epochs", "`trainwright fit --help`"]),
     (["strategie=ddp"], ["strategie=ddp", "did you mean strategy?"]),
     (["strategy=zero3", "strategy.shrd=2"], ["strategy.shrd=2", "did you mean shard?", "replicate, shard, stage"]),
     (["+strategy.bucket=2"], ["strategy.bucket", "'bucket'", "activation_checkpointing"]),
