@@ -17,8 +17,8 @@ devices gpus ngpus processes nproc_per_node tpu_cores ipus; nodes nnodes; lr lea
 ; recipe experiment config config_name datamodule dataset; enable_model_summary weights_summary
 ; checkpoint enable_checkpointing checkpoint_callback; monitor enable_progress_bar progress_bar_refresh_rate
 ; single single_device none; ddp dp data_parallel ddp2 horovod; deepspeed_json deepspeed; zero1 zero deepspeed
-; zero2 shard_grad_op zero deepspeed; zero3 fsdp fsdp1 fsdp2 fsdp_cpu full_shard zero deepspeed
-; hybrid hsdp model_parallel 2d 3d hybrid_3d megatron; tensor tp model_parallel megatron; pipeline pp model_parallel
+; zero2 shard_grad_op zero deepspeed; zero3 fsdp fsdp1 fsdp2 fsdp_cpu full_shard hsdp zero deepspeed
+; hybrid model_parallel 2d 3d hybrid_3d megatron; tensor tp model_parallel megatron; pipeline pp model_parallel
 ; context cp sp sequence ulysses; expert ep moe; parameter_server ps async; local_sgd post_local_sgd
 ; shard dp_shard fsdp; replicate dp_replicate; 16-mixed 16 fp16 float16 half amp mixed; fp16 float16 half
 ; bf16-mixed bf16 bfloat16 amp mixed; bf16 bfloat16; 32 32-true fp32 float32 float full single; 64-true fp64 float64
@@ -81,7 +81,7 @@ def names_for(word: str, allowed: Iterable[str]) -> list[str]:
 
 def _plain(word: str) -> str:
     """Return a word in lower case, without dashes and what only says that it is a number of something."""
-    word = re.sub("^deepspeed_stage_", "zero", word.lower())
+    word = re.sub("^deepspeed_stage_", "zero", word.lower().replace("-", "_"))
     parts = r"^(num|n|max)_|_(size|degree|offload)$|(?<=.)_model_parallel|(?<!data)(?<!model)_parallel|[\W_]"
     return re.sub(parts, "", word)
 

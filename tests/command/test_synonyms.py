@@ -25,7 +25,7 @@ WORDS = {
     "strategy=sequence_parallel": "strategy=context",
     "strategy=ep": "strategy=expert",
     "strategy=ps": "strategy=parameter_server",
-    "strategy=hsdp": "strategy=hybrid",
+    "strategy=hsdp": "strategy=zero3",
     "strategy=dp": "strategy=ddp",
     "precision=fp16": "precision=16-mixed",
     "precision=16": "precision=16-mixed",
@@ -106,7 +106,7 @@ def test_word_with_several_meanings(typed: str, parts: list[str]) -> None:
 
 @pytest.mark.parametrize(("words", "answer"), [
     (["--lr", "0.1", "recipe=digits"], "type optimizer.lr=0.1"),
-    (["recipe=digits", "--gpus=2"], "type devices=2"),
+    (["recipe=digits", "--gpus=1"], "type devices=1"),
     (["recipe=digits", "--fp16", "max_steps=2"], "type precision=16-mixed"),
     (["--recipe", "digits", "max_steps=2"], "type recipe=digits"),
 ])  # fmt: skip

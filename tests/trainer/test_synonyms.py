@@ -1,4 +1,4 @@
-"""Arguments in Python: words of other libraries are answered with what to type; Hydra's lists and mappings are taken."""
+"""Arguments in Python: words of other libraries are answered, and lists and mappings of Hydra are taken."""
 
 from pathlib import Path
 from typing import Any
