@@ -133,7 +133,7 @@ def test_precision_choices(conf: Path, precision: str) -> None:
     (["max_steps=1,2"], ["max_steps=1,2", "-m (--multirun)"]),
     (["logger=null"], ["logger=null", "~logger", "csv, default"]),
     (["~max_steps"], ["~max_steps", "max_steps=null"]),
-    (["hydra.run.dir=x"], ["hydra.run.dir=x", "run_dir=..."]),
+    (["hydra.run.dir=x"], ["hydra.run.dir=x", "type run_dir=x"]),
     (["optimizer=sgd"], ["optimizer=sgd", "has no effect", "optimizer: ${optimizer}"]),
     (["devices=0"], ["devices=0", "at least 1", "devices=1"]),
     (["devices=all"], ["devices=all", "auto"]),
