@@ -2,10 +2,13 @@
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -254,9 +257,26 @@ def make_parser() -> Parser:
     return parser
 
 
+def _without_dashed_keys(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words without keys that were typed like options, and these as overrides: `--lr 0.1` as `--lr=0.1`."""
+    rest, dashed = list[str](), dict[str, str]()
+    for before, word in pairwise(["", *words]):
+        if re.match(r"--\w", word) and not get_close_matches(
+            word.split("=")[0], (*_OPTIONS, "--cfg", "--prove"), 1, 0.75
+        ):
+            dashed[word] = "" if "=" in word else "=true"
+        elif dashed.get(before) == "=true" and not re.match("-|.*=", word) and word not in ALL_VERBS:
+            dashed[before] = f"={word}"
+        else:
+            rest.append(word)
+    return rest, [key + value for key, value in dashed.items()]
+
+
 def _parse(words: Sequence[str]) -> argparse.Namespace:
+    words, dashed = _without_dashed_keys(words)
     arguments, plain, problems = make_parser().parse_among_words(words, _OPTIONS)
     arguments.verb = plain.pop(0) if plain and "=" not in plain[0] else None
+    plain += dashed
     arguments.overrides = plain
     if arguments.verb is not None and arguments.verb not in ALL_VERBS:
         problems.append(f"{arguments.verb}: there is no such verb; {did_you_mean(arguments.verb, ALL_VERBS, 'verbs')}")

@@ -3,6 +3,10 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+from trainwright.core.config.synonyms import names_for
+
+_MOST_NAMES, _NEAREST = 20, 6
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; nothing was started.
@@ -29,22 +33,27 @@ def format_problems(problems: Sequence[str]) -> str:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name most similar to `given`; None if none is similar."""
-    matches = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.6)
+    """Return the allowed name that means the same as `given` or is most similar to it; None if there is none."""
+    names = list(allowed)
+    matches = names_for(given, names) or difflib.get_close_matches(given, names, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
-def did_you_mean(given: str, allowed: Iterable[str], kind: str) -> str:
-    """Return the nearest allowed name as a question, followed by all of them.
+def did_you_mean(given: str, allowed: Iterable[str], kind: str, shown_by: str = "`trainwright fit --help`") -> str:
+    """Return the nearest allowed name as a question, followed by all of them, or of many by those most like it.
 
     Args:
         given: as typed.
         allowed: every accepted name.
         kind: plural noun for the names ("strategies").
+        shown_by: shows all of many names.
     """
     names = sorted(allowed)
     near = nearest(given, names)
     question = f"did you mean {near}? " if near else ""
+    if len(names) > _MOST_NAMES:
+        like = difflib.get_close_matches(given, names, n=_NEAREST, cutoff=0.3) or names[:_NEAREST]
+        return f"{question}{kind}: {', '.join(like)}, ...; {shown_by} shows all"
     return f"{question}{kind}: {', '.join(names) if names else 'there are none'}"
 
 

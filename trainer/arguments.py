@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator, MPSAccelerator
@@ -15,11 +15,14 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.progress.progress_bar import ProgressBar
-from trainwright.core.config.options import refuse
+from trainwright.core.config.options import refuse, refuse_unknown_arguments
+from trainwright.core.config.references import python_value
+from trainwright.core.config.synonyms import Vocabulary, names_for
 from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
+from trainwright.core.problems import did_you_mean
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import AutocastPrecision
-from trainwright.strategies.contract.registry import is_strategy, make_strategy, strategy_options
+from trainwright.strategies.contract.registry import is_strategy, make_strategy, strategy_names, strategy_options
 from trainwright.trainer.data.partition import PARTITIONS
 
 
@@ -97,14 +100,37 @@ def resolve_strategy(strategy: str | Strategy, kwargs: dict[str, Any]) -> str | 
         return make_strategy(strategy)  # type: ignore[no-any-return]
     if strategy not in StrategyRegistry.available_strategies():
         strategy_options(strategy)  # raises with the known names
+    if own := names_for(strategy, strategy_names()):
+        rank_zero_info(
+            f"strategy={strategy!r} is Lightning's own; that of Trainwright is {' or '.join(map(repr, own))}."
+        )
     return strategy
 
 
+def check_words(trainer: type, kwargs: Mapping[str, Any]) -> None:
+    """Raise for unknown arguments and an unknown precision, with what they are called and what to type.
+
+    Args:
+        trainer: its class.
+        kwargs: arguments for Lightning.
+
+    Raises:
+        TypeError: for an argument.
+        ValueError: for the precision.
+    """
+    given, precisions = kwargs.get("precision"), get_args(accelerator_connector._PRECISION_INPUT_STR)
+    refuse_unknown_arguments(trainer, kwargs, strategy=strategy_names(), precision=precisions)
+    if isinstance(given, str) and not {given, f"{given}-true"}.intersection(precisions):  # Lightning takes "16" as well
+        hint = Vocabulary((), {"precision": precisions}).meaning(given)
+        raise ValueError(f"precision={given!r}: {hint or did_you_mean(given, precisions, 'precisions')}")
+
+
 def of_lightning(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of the Trainer refuse objects of the package ``pytorch_lightning``."""
+    """Let a method of the Trainer take lists of OmegaConf, and refuse objects of the package ``pytorch_lightning``."""
 
     @wraps(run)
     def checked(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(python_value, args)), {name: python_value(each) for name, each in kwargs.items()}
         refuse_other_package((*args, *kwargs.values()))
         return run(self, *args, **kwargs)
 
@@ -134,12 +160,11 @@ def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {**vars(_parse_env_variables(Trainer)), **vars(_parse_env_variables(trainer))}
     found = {name: value for name, value in found.items() if name not in given}
-    # Hydra instantiates with its own kind of list.
-    given = {n: list(v) if isinstance(v, Sequence) and not isinstance(v, str | tuple) else v for n, v in given.items()}
     if found:
         values = ", ".join(f"{name}={value!r}" for name, value in found.items())
         rank_zero_info(f"From PL_TRAINER_* variables of the environment: {values}.")
-    return {**found, **given}
+    # Hydra instantiates with OmegaConf's lists and mappings.
+    return {**found, **{name: python_value(value) for name, value in given.items()}}
 
 
 def accelerator_for(strategy: str | Strategy, kwargs: dict[str, Any]) -> dict[str, Any]:

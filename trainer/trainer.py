@@ -48,6 +48,7 @@ from trainwright.strategies.contract.registry import strategy_names
 from trainwright.trainer.arguments import (
     accelerator_for,
     check_data_options,
+    check_words,
     fp16_on_cpu,
     from_environment,
     of_lightning,
@@ -167,6 +168,7 @@ class Trainer(RunTrainer):
         if is_one_of_many():
             report_uncaught(run_dir)
         refuse_other_package(kwargs.values())
+        check_words(type(self), kwargs)
         check_data_options(global_batch_size, data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))
         strategy = resolve_strategy(strategy, kwargs)

@@ -8,7 +8,7 @@ deleted with `~`, and a user's file that one of the package would shadow.
 import copy
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from trainwright.command.schema.compose_faults import (
     render_fault,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
+from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
@@ -60,6 +61,8 @@ _REFERRED = {
 }
 # Plain keys that strategy=auto keeps if they were typed.
 _NOT_CHOSEN = ("micro_batch_size",)
+# Groups whose choices have names in other libraries, which are also typed as keys (fp16=true).
+_ANSWERED = ("strategy", "precision", "recipe", "launch", "checkpoint", "monitor")
 # Typed keys that are mappings with the user's names.
 _OPEN_MAPPINGS = re.compile(
     r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
@@ -258,18 +261,21 @@ class _Composer:
         self.groups = group_names(loader)
         self.parser = OverridesParser.create(config_loader=loader)
         self.result = Composition()
+        self.faults: list[ComposeFault] = []
 
     def compose(self, overrides: Sequence[str]) -> Composition:
         good = self._examine(overrides)
-        if not any(re.match(r"\+{0,2}recipe=.", text) for text in overrides):
+        if not any(re.match(r"\+{0,2}recipe=.", text) for text in (*overrides, *good)):
             recipes = ", ".join(choices_of(self.loader, "recipe"))
             self._add(f"no recipe was given; type recipe=<name>, recipes: {recipes}")
             self.result.guessed = False
+            self._render_faults()
             return self.result
         self._load_without_faults(good)
+        self._render_faults()
         if self.result.cfg is not None:
             _remember_typed(self.result.cfg, overrides)
-            self.result.problems += list(extra_keys(self.result.cfg))
+            self.result.problems += list(extra_keys(self.result.cfg, self._words))
             self.result.problems += _choices_without_effect(overrides, self.result.cfg)
         return self.result
 
@@ -289,6 +295,8 @@ class _Composer:
         return good
 
     def _examine_one(self, text: str) -> str | None:
+        if text.startswith("--"):
+            return self._examine_dashed(text)
         try:
             override = self.parser.parse_override(text)
         except HydraException as error:
@@ -302,7 +310,8 @@ class _Composer:
         key = override.get_key_element().lstrip("+~").split("@")[0]
         head = re.split(r"[./]", key)[0]
         if head == "hydra":
-            self._add(f"{text}: settings of Hydra have no effect; set the run directory by run_dir=...")
+            known = self._words().meaning(key, text.partition("=")[2]) or "set the run directory by run_dir=..."
+            self._add(f"{text}: settings of Hydra have no effect; {known}")
             return None
         if override.type == OverrideType.DEL:
             return self._examine_deletion(key, text)
@@ -312,6 +321,14 @@ class _Composer:
             return self._unknown(text, key, head)
         # Hydra adds keys to a mapping only with a plus; in these mappings the user names every key.
         return f"++{text}" if _OPEN_MAPPINGS.match(text) else text
+
+    def _examine_dashed(self, text: str) -> str | None:
+        """Refuse a key typed like an option; return the override to compose."""
+        before, typed = len(self.result.problems) + len(self.faults), text.lstrip("-")
+        kept = self._examine_one(typed)
+        if before == len(self.result.problems) + len(self.faults):
+            self._add(f"{text}: keys are typed without dashes; type {typed}")
+        return kept
 
     def _give_up_on(self, head: str) -> None:
         """Omit an override; if much depends on it, skip the other checks."""
@@ -352,8 +369,9 @@ class _Composer:
             self.result.guessed = False
             return None
         for name in unknown:
-            meant = self._choice_of_another(name, group)
-            allowed = meant or did_you_mean(name, choices, _plural(group))
+            meant = Vocabulary((), {group: choices}, str).meaning(name)
+            listed = f"{meant}; {_plural(group)}: {', '.join(choices)}" if meant else None
+            allowed = listed or self._choice_of_another(name, group) or did_you_mean(name, choices, _plural(group))
             self._add(f"{group}={name}: unknown choice; {allowed}")
         guess = nearest(unknown[0], choices)
         if guess is None or len(values) > 1:
@@ -372,12 +390,8 @@ class _Composer:
         )
 
     def _unknown(self, text: str, key: str, head: str) -> str | None:
-        allowed = sorted({*_PLAIN_KEYS, *self.groups})
-        self._add(
-            f"{text}: there is no key or group {head!r}; {did_you_mean(head, allowed, 'keys and groups')} "
-            "(arguments of your own classes go under module. and data.)"
-        )
-        guess = nearest(head, allowed)
+        self.faults.append(ComposeFault(text, key, "unknown key"))  # rendered once the keys of the recipe are known
+        guess = nearest(head, sorted({*_PLAIN_KEYS, *self.groups}))
         if guess is None:
             return None
         repaired = guess + key[len(head) :] + "=" + text.split("=", 1)[1]
@@ -386,8 +400,16 @@ class _Composer:
         del self.result.problems[problems_before:]  # problems of a guess do not concern the user
         return kept
 
+    def _words(self) -> Vocabulary:
+        """Return what can be typed, with the keys of the recipe if it was composed."""
+        cfg = self.result.cfg
+        names = dict.fromkeys([*_PLAIN_KEYS, *self.groups, *(_paths_of(cfg) if cfg is not None else ())])
+        return Vocabulary(names, {group: choices_of(self.loader, group) for group in _ANSWERED}, str)
+
+    def _render_faults(self) -> None:
+        self.result.problems += [render_fault(each, self.result.cfg, self._words()) for each in self.faults]
+
     def _load_without_faults(self, overrides: list[str]) -> None:
-        faults: list[ComposeFault] = []
         remaining = list(overrides)
         while True:
             try:
@@ -395,9 +417,8 @@ class _Composer:
                 break
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
                 fault, culprit = fault_of(error, remaining)
-                faults.append(fault)
+                self.faults.append(fault)
                 if culprit is None:
-                    self.result.problems += [render_fault(each, None) for each in faults]
                     self.result.guessed = False
                     return
                 remaining.remove(culprit)
@@ -405,18 +426,33 @@ class _Composer:
         with open_dict(cfg):
             cfg.pop("hydra", None)
         self.result.cfg = cfg
-        self.result.problems += [render_fault(each, cfg) for each in faults]
+
+
+def _paths_of(cfg: DictConfig) -> Iterator[str]:
+    """Yield the dotted keys of values, without those that refer to others and those that nothing reads."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    unread = _unread_keys(cfg)
+    values = [(str(key), value) for key, value in plain.items() if key not in unread]
+    for path, value in values:  # grows
+        if isinstance(value, dict):
+            values += [(f"{path}.{key}", each) for key, each in value.items()]
+        elif "${" not in str(value) and not path.endswith("._target_"):
+            yield path
+
+
+def _unread_keys(cfg: DictConfig) -> list[str]:
+    """Return the keys among `_REFERRED` to which the recipe does not refer."""
+    parts = {key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}
+    readers = str(OmegaConf.to_container(OmegaConf.create(parts), resolve=False))
+    return [name for name in _REFERRED if f"${{{name}" not in readers]
 
 
 def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
     """Return overrides that the recipe never reads, and that would be ignored silently."""
-    readers = OmegaConf.to_container(
-        OmegaConf.create({key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}), resolve=False
-    )
     problems = []
-    for name in _REFERRED:
+    for name in _unread_keys(cfg):
         given = next((text for text in overrides if re.split(r"[.=]", text.lstrip("+~"))[0] == name), None)
-        if given is not None and f"${{{name}" not in str(readers):
+        if given is not None:
             problems.append(
                 f"{given}: has no effect, the recipe {cfg.get('name', '?')!r} does not use {name}; leave it out, or "
                 f"write {_REFERRED[name]} in the recipe"

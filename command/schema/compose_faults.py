@@ -1,13 +1,14 @@
 """Composition errors as sentences: the given value, what is allowed, what to type; also for what was removed."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainwright.core.config.synonyms import Vocabulary, names_for
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.problems import did_you_mean
 from trainwright.launch.schema import RunConfig
@@ -54,16 +55,17 @@ def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[ComposeFault, 
     return ComposeFault("", "", "other", message), None
 
 
-def render_fault(fault: ComposeFault, cfg: DictConfig | None) -> str:
+def render_fault(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary) -> str:
     """Return a fault as a sentence.
 
     Args:
         fault: to render.
         cfg: composed without the override, for the valid names; None = nothing was composed.
+        words: all that can be typed.
     """
     match fault.kind:
         case "unknown key":
-            return _render_unknown_key(fault, cfg)
+            return _render_unknown_key(fault, cfg, words)
         case "absent group":
             used = f"the recipe {cfg.get('name', '?')!r}" if cfg is not None else "the recipe"
             return f"{fault.text}: {used} has no group {fault.key!r}; leave it out, or choose a recipe that has it"
@@ -81,18 +83,27 @@ def render_fault(fault: ComposeFault, cfg: DictConfig | None) -> str:
     return f"the configuration cannot be composed: {_without_search_path(fault.detail)}"
 
 
-def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None) -> str:
+def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary) -> str:
     if fault.key in REMOVED_KEYS:
         return f"{fault.text} {REMOVED_KEYS[fault.key]}"
     parent, _, last = fault.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
-    if not isinstance(node, DictConfig):
-        return f"{fault.text}: there is no key {fault.key!r}; `--print-config` shows all keys"
-    names = [str(name) for name in node if name != "_target_"]
-    having = [name for name, options in all_options() if parent == "strategy" and last in options.__dataclass_fields__]
+    names = [str(name) for name in node if name != "_target_"] if isinstance(node, DictConfig) else []
+    beside = [f"{parent}.{name}" for name in names_for(last, names)]
+    options = dict(all_options()) if parent == "strategy" and not beside else {}
+    having = {name: found[0] for name, each in options.items() if (found := names_for(last, each.__dataclass_fields__))}
+    value = fault.text.partition("=")[2]
     if having:
-        return f"{fault.text}: the chosen strategy has no key {last!r}; type strategy={' or '.join(having)} with it"
-    text = f"{fault.text}: {parent} has no key {last!r}; {did_you_mean(last, names, f'keys of {parent}')}"
+        typed = f"strategy={' or '.join(having)} with strategy.{next(iter(having.values()))}={value}"
+        return f"{fault.text}: the chosen strategy has no key {last!r}; type {typed}"
+    if meaning := replace(words, names=beside or words.names).meaning(fault.key, value):
+        return f"{fault.text}: {meaning}"
+    if not isinstance(node, DictConfig):
+        hint = did_you_mean(re.split("[./]", fault.key)[0], words.names, "keys and groups")
+        text = f"{fault.text}: there is no key or group {fault.key!r}; {hint}"
+        return f"{text} (arguments of your own classes go under module. and data.)"
+    hint = did_you_mean(last, names, f"keys of {parent}", "`--print-config`")
+    text = f"{fault.text}: {parent} has no key {last!r}; {hint}"
     if OmegaConf.get_type(node) is dict:
         text += f" (to add it: +{fault.text.lstrip('+')})"
     return text
@@ -112,8 +123,8 @@ def _render_file_fault(fault: ComposeFault) -> str:
     return f"in {fault.text}.yaml: there is no key {unknown[1]!r}; {did_you_mean(unknown[1], names, where)}"
 
 
-def extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Yield keys that `+` added to a typed part, where nothing reads them."""
+def extra_keys(node: DictConfig, words: Callable[[], Vocabulary], path: str = "") -> Iterator[str]:
+    """Yield keys that `+` added to a typed part, where nothing reads them; `words` returns all that can be typed."""
     schema = OmegaConf.get_type(node)
     allowed = [item.name for item in fields(schema)] if is_dataclass(schema) else None
     for key in list(node):
@@ -121,13 +132,14 @@ def extra_keys(node: DictConfig, path: str = "") -> Iterator[str]:
         if allowed is not None and key not in allowed:
             where = f"keys of {path}" if path else "keys"
             names = [name for name in allowed if name != "_target_"]
-            yield f"+{full}: there is no key {str(key)!r}; {did_you_mean(str(key), names, where)}"
+            hint = words().meaning(full, node[key]) or did_you_mean(str(key), names, where, "`--print-config`")
+            yield f"+{full}: there is no key {str(key)!r}; {hint}"
             continue
         if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
             continue
         child = node[key]
         if isinstance(child, DictConfig):
-            yield from extra_keys(child, full)
+            yield from extra_keys(child, words, full)
 
 
 def _schema_at(path: str) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields
 from functools import cache
+from inspect import signature
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from trainwright.core.config.override_words import typed
+from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.problems import did_you_mean, nearest
 
 # About 30 years: the clocks of Python and torch's stores reject longer times.
@@ -75,6 +77,31 @@ def unknown_options(schema: type, given: Iterable[str], prefix: str) -> list[str
     names = [item.name for item in fields(schema)]
     near = {name: did_you_mean(name, names, "options") for name in given if name not in names}
     return [f"{prefix}{name}: there is no such option; {hint}" for name, hint in near.items()]
+
+
+def refuse_unknown_arguments(owner: type, given: Mapping[str, Any], *others: Any, **choices: Collection[str]) -> None:
+    """Raise if a constructor gets arguments that do not exist.
+
+    Args:
+        owner: its class, whose base classes take arguments as well.
+        given: arguments by name.
+        *others: that take some of them.
+        **choices: words that some arguments take.
+
+    Raises:
+        TypeError: with what each is called and what to type, or the nearest names.
+    """
+    takers = [*(each.__init__ for each in owner.__mro__), *others]  # type: ignore[misc]
+    names = {name for each in takers for name in signature(each).parameters} - {"self", "args", "kwargs", "_target_"}
+    words, shown_by = Vocabulary(names, choices), f"help({owner.__name__})"
+    problems = (
+        f"{name}={given[name]!r}: there is no such argument; "
+        + (words.meaning(name, given[name]) or did_you_mean(name, names, "arguments", shown_by))
+        for name in given
+        if name not in names
+    )
+    if text := "; ".join(problems):
+        raise TypeError(f"{owner.__name__}: {text}")
 
 
 def value_problems(schema: type, given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

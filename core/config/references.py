@@ -33,6 +33,11 @@ def plain_values(config: DictConfig | ListConfig) -> Any:
     return _plain(config, lambda value: value)
 
 
+def python_value(value: Any) -> Any:
+    """Return a list or mapping of OmegaConf as Python's, resolved; other values as they are."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
 def settled(cfg: DictConfig) -> DictConfig:
     """Return a copy of a configuration in which only references to environment variables remain.
 

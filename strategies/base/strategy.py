@@ -23,7 +23,8 @@ from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState, holds_run_state
 from trainwright.checkpoint.store.storage import Folder, remove
 from trainwright.checkpoint.write.save import Content
-from trainwright.core.config.options import refuse
+from trainwright.core.config.options import refuse, refuse_unknown_arguments
+from trainwright.core.config.references import python_value
 from trainwright.core.layout import Layout
 from trainwright.core.processes.rendezvous import rendezvous
 from trainwright.core.run.peers import Peers, Service
@@ -71,6 +72,8 @@ class LayoutStrategy(Strategy):
 
     options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
     """Options of the constructor."""
+    passes_to: ClassVar[tuple[type, ...]] = ()
+    """Classes that take further arguments of the constructor."""
     options: StrategyOptions
     traits = Traits()
     """Facts about how it trains, valid after setup."""
@@ -87,6 +90,8 @@ class LayoutStrategy(Strategy):
         return read_deprecated_name(self, name)
 
     def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
+        kwargs = {name: python_value(value) for name, value in kwargs.items()}
+        refuse_unknown_arguments(type(self), kwargs, self.options_class, *self.passes_to)
         self.options, others = self.options_class.take(kwargs)
         refuse(self.options.problems_of_call())
         self._own_io = others.get("checkpoint_io") is not None

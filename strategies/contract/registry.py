@@ -14,6 +14,7 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any
 
+from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.problems import nearest
 from trainwright.strategies.contract.options import StrategyOptions
 
@@ -68,7 +69,8 @@ def strategy_options(name: str) -> type[StrategyOptions]:
     if name not in others:
         names = strategy_names()
         near = nearest(name, names)
-        hint = f" Did you mean {near!r}?" if near else ""
+        meaning = Vocabulary((), {"strategy": names}).meaning(name)
+        hint = f" {meaning}." if meaning else f" Did you mean {near!r}?" if near else ""
         raise ValueError(f"Unknown strategy {name!r}.{hint} Available: {', '.join(names)}.")
     return others[name]
 

@@ -51,6 +51,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
     strategy_name = "ddp"
     saves_one_file = True
     options_class = DDPOptions
+    passes_to = (DistributedDataParallel,)
     options: DDPOptions
 
     def __init__(self, *, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
