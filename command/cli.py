@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import on_one_stack
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
@@ -71,9 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_interrupt(interrupted)
     except KeyboardInterrupt:
         return _report_interrupt(Interrupted(signal.SIGINT))
+    except FileNotFoundError:
+        if not _cwd_is_removed():
+            raise
+        problem = "the working directory was removed; change to a folder that exists, for example cd ~"
+        print(f"trainwright: {ConfigError([problem])}", file=sys.stderr)
+        return 2
     finally:
         stop_forkserver()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _cwd_is_removed() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _report_interrupt(interrupted: Interrupted) -> int:

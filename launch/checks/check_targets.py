@@ -100,13 +100,12 @@ def _signature(target: str) -> ast.arguments | None:
         made = [*_definitions(found, "__new__"), *_definitions(found, "__init__")]
         if made:
             last = made[-1]
-            plain = isinstance(last, ast.FunctionDef) and not last.decorator_list and last.name == "__init__"
-            return _without_self(last.args) if plain else None
+            if isinstance(last, ast.FunctionDef) and not last.decorator_list and last.name == "__init__":
+                return _without_self(last.args)
+            return None
     return None
 
 
-def _without_self(arguments: ast.arguments) -> ast.arguments:
-    first, *rest = [*arguments.posonlyargs, *arguments.args]
-    return ast.arguments(
-        [], rest, arguments.vararg, arguments.kwonlyargs, arguments.kw_defaults, arguments.kwarg, arguments.defaults
-    )
+def _without_self(given: ast.arguments) -> ast.arguments:
+    names = [*given.posonlyargs, *given.args][1:]
+    return ast.arguments([], names, given.vararg, given.kwonlyargs, given.kw_defaults, given.kwarg, given.defaults)
