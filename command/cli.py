@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
         verb = next((word for word in words if word not in ("-h", "--help")), None)
+        if verb not in ("checkpoint", "report", "watch"):  # which may be given absolute paths
+            _make_cwd_importable()
         if verb in _TOOL_VERBS:
             return int(tool(verb)(words))
-        _make_cwd_importable()
         if verb in ("import-deepspeed", "generate"):  # their configuration may name modules in the working directory
             return int(tool(verb)(words))
         if _needs_forkserver(words) and detect_launcher() is None:
@@ -72,23 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_interrupt(interrupted)
     except KeyboardInterrupt:
         return _report_interrupt(Interrupted(signal.SIGINT))
-    except FileNotFoundError:
-        if not _cwd_is_removed():
-            raise
-        problem = "the working directory was removed; change to a folder that exists, for example cd ~"
-        print(f"trainwright: {ConfigError([problem])}", file=sys.stderr)
+    except ConfigError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
         return 2
     finally:
         stop_forkserver()
         signal.signal(signal.SIGTERM, previous)
-
-
-def _cwd_is_removed() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def _report_interrupt(interrupted: Interrupted) -> int:
@@ -113,6 +103,9 @@ def _needs_forkserver(words: Sequence[str]) -> bool:
 
 def _make_cwd_importable() -> None:
     """Let `_target_: my_model.MyModule` find my_model.py in the working directory, as `python my_script.py` would."""
-    cwd = os.getcwd()
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(["the working directory was removed; change to one that exists: type cd ~"]) from None
     if cwd not in sys.path:
         sys.path.insert(0, cwd)

@@ -374,8 +374,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             os.environ["OMP_NUM_THREADS"] = threads_of_rank(None, self.num_processes)  # of the other ranks, too
             use_threads(int(os.environ["OMP_NUM_THREADS"]))
         if not self.cluster_environment.creates_processes_externally:
-            if trainer is not None:
-                refuse_missing_hooks(trainer)
+            refuse_missing_hooks(trainer)
             sizes = f"{self.num_processes}/{self.num_processes * self.num_nodes}"
             os.environ[STARTED] = f"{sizes}@{scratch() / 'error_told'}"
             os.environ.update(token_environment())

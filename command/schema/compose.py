@@ -164,34 +164,32 @@ def quote_values(overrides: Sequence[str]) -> list[str]:
 
     Overrides that Hydra parses, and those that remain faulty, are returned as they are.
     """
-    parser = OverridesParser.create()
+    return [text if is_inject(text) or _parses(text) else _with_quotes(text) for text in overrides]
 
-    def parses(text: str) -> bool:
-        try:
-            parser.parse_override(text)
-        except HydraException:
-            return False
-        return True
 
-    def word(match: re.Match[str]) -> str:
-        text = match[0].strip()
-        is_part = text[:1] in ("'", '"') or text[-1:] in ("'", '"') or text.count("(") != text.count(")")
-        return match[0] if is_part or parses(f"x={text}") else typed_value(text)
+def _with_quotes(text: str) -> str:
+    key, equals, value = text.partition("=")
+    found = key + equals + _WORD.sub(_quoted_word, value)
+    return found if _parses(found) else text
 
-    def quoted(text: str) -> str:
-        key, _, value = text.partition("=")
-        if "=" not in text or is_inject(text) or parses(text):
-            return text
-        found = f"{key}={_WORD.sub(word, value)}"
-        return found if parses(found) else text
 
-    return [quoted(text) for text in overrides]
+def _quoted_word(match: re.Match[str]) -> str:
+    word = match[0].strip()
+    is_part = word.strip("'\"") != word or word.count("(") != word.count(")")  # of a text or call with a comma
+    return match[0] if is_part or _parses(f"x={word}") else typed_value(word)
+
+
+def _parses(text: str) -> bool:
+    try:
+        return bool(OverridesParser.create().parse_override(text))
+    except HydraException:
+        return False
 
 
 def as_text(override: str) -> str:
     """Return what to type for a value that is text, as the end of a sentence; empty without a value."""
     key, equals, value = override.partition("=")
-    text = value.strip("'\"").replace('"', r"\"")
+    text = value.replace('"', r"\"")
     typed = f'{key}="{text}"'
     return f"; for a text with these signs type {shlex.quote(typed)}" if equals else ""
 

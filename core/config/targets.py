@@ -1,7 +1,6 @@
 """Resolution of `_target_` paths by reading source, without importing anything heavy."""
 
 import ast
-import contextlib
 import importlib.util
 import pkgutil
 import re
@@ -10,19 +9,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainwright.core.problems import did_you_mean
 
 _OWN = "trainwright"
-
-
-class Definition(NamedTuple):
-    """A class or function in source: its dotted path, its syntax tree, and that of its module."""
-
-    path: str
-    node: ast.ClassDef | ast.FunctionDef
-    tree: ast.Module
 
 
 def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,43 +60,9 @@ def lineage(target: str) -> Iterator[str]:
     while waiting:
         path = waiting.pop(0)
         yield path
-        found = [base for base in _definition(path)[1] if base not in seen]
+        found = [base for base in definition(path)[1] if base not in seen]
         seen.update(found)
         waiting += found
-
-
-def resolution_order(target: str) -> Iterator[Definition | None]:
-    """Yield a class and its bases in Python's method resolution order, or a function alone.
-
-    `None` stands for what source does not determine; decorators and metaclasses, too, may change a class.
-
-    Args:
-        target: dotted path; imports are followed to the definition.
-    """
-    found, _ = _located(target)
-    yield found if found is not None and _is_plain(found.node) else None
-    # The bases are read only if asked for: their files are long.
-    yield from (vars(each).get("found") for each in _mirror(target, {}).__mro__[1:] if each is not object)
-
-
-def _mirror(path: str, made: dict[str, type]) -> type:
-    """Return an empty class with the bases that a class has in source, so that Python orders them."""
-    found, bases = _located(path)
-    if path.endswith(".object") and found is None:
-        return object
-    if found is None or not _is_plain(found.node):
-        return type(path, (), {})
-    if found.path not in made:
-        made[found.path] = type(path, (), {})  # for a class that inherits itself
-        parents = tuple(_mirror(base, made) for base in bases)
-        with contextlib.suppress(TypeError):  # no order is consistent
-            made[found.path] = type(path, parents, {"found": found})
-    return made[found.path]
-
-
-def _is_plain(node: ast.ClassDef | ast.FunctionDef) -> bool:
-    metaclasses = (ast.unparse(each.value) for each in getattr(node, "keywords", ()) if each.arg == "metaclass")
-    return not node.decorator_list and all(name.endswith("ABCMeta") for name in metaclasses)
 
 
 def problem_of_target(key: str, target: str) -> str | None:
@@ -176,38 +133,30 @@ def _find_spec(name: str, search: Any) -> ModuleSpec | None:
     return None
 
 
-def _definition(path: str) -> tuple[Definition | None, list[str]]:
-    """Return a class or function with the dotted paths of its bases, or None and what its name is imported from."""
+def definition(path: str) -> tuple[ast.ClassDef | ast.FunctionDef | None, list[str]]:
+    """Return the source of a class or function, if it is defined at a dotted path, and where the rest is.
+
+    That is the dotted paths of its bases, or of what its name is imported from; [] if unknown.
+    """
     parts = path.split(".")
     spec, consumed = _deepest_module(parts)
     tree = None if spec is None or consumed != len(parts) - 1 else _tree(spec)
     if spec is None or tree is None:
         return None, []
     module, name, imported = ".".join(parts[:-1]), parts[-1], _imported(tree, spec, ".".join(parts[:-1]))
-    for node in top_level_nodes(tree):
+    for node in _top_level_nodes(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             written = [base.value if isinstance(base, ast.Subscript) else base for base in getattr(node, "bases", ())]
             heads = [ast.unparse(base).partition(".") for base in written]
-            bases = [imported.get(head, f"{module}.{head}") + dot + rest for head, dot, rest in heads]
-            return Definition(path, node, tree), bases
+            return node, [imported.get(head, f"{module}.{head}") + dot + rest for head, dot, rest in heads]
     return None, [imported[name]] if name in imported else []
-
-
-def _located(path: str) -> tuple[Definition | None, list[str]]:
-    """Return what `_definition` does, with imports followed."""
-    found, bases = _definition(path)
-    seen = {path}
-    while found is None and bases and seen.isdisjoint(bases):
-        seen.update(bases)
-        found, bases = _definition(bases[0])
-    return found, bases
 
 
 def _imported(tree: ast.Module, spec: ModuleSpec, module: str) -> dict[str, str]:
     """Return the dotted paths of names that a module imports."""
     package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
     found: dict[str, str] = {}
-    for node in top_level_nodes(tree):
+    for node in _top_level_nodes(tree):
         if isinstance(node, ast.ImportFrom):
             try:
                 source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
@@ -245,7 +194,7 @@ def _top_level_names(spec: ModuleSpec) -> dict[str, bool] | None:
     if tree is None:
         return None
     names: dict[str, bool] = {}
-    for node in top_level_nodes(tree):
+    for node in _top_level_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names[node.name] = True
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -255,9 +204,9 @@ def _top_level_names(spec: ModuleSpec) -> dict[str, bool] | None:
     return None if "*" in names or "__getattr__" in names else names
 
 
-def top_level_nodes(node: ast.AST) -> Iterator[ast.AST]:
+def _top_level_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes outside the bodies of functions and classes, those of conditional code included."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            yield from top_level_nodes(child)
+            yield from _top_level_nodes(child)

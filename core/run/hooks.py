@@ -92,7 +92,7 @@ class HookTable:
         return output
 
 
-def refuse_missing_hooks(trainer: Trainer) -> None:
+def refuse_missing_hooks(trainer: Trainer | None) -> None:
     """Raise Lightning's error for a module without the hooks of a run; for launchers, before they start ranks.
 
     Raises:
@@ -100,7 +100,8 @@ def refuse_missing_hooks(trainer: Trainer) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of loaders, which are not attached yet
-        _verify_loop_configurations(trainer)
+        if trainer is not None:
+            _verify_loop_configurations(trainer)
 
 
 def _overrides(instance: object, hook: str, base: type) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of classes that the configuration names, by their source: hooks that a verb calls, and arguments."""
+"""Checks of the classes that a configuration names, by their source: hooks that a verb calls, and arguments."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trainwright.core.config.targets import Definition, resolution_order, targets_in, top_level_nodes
+from trainwright.core.config.targets import definition, lineage, targets_in
 from trainwright.core.problems import did_you_mean
 
 # Verb -> what it calls of the module, and of the data module, or of a module that has its own data.
@@ -16,96 +16,79 @@ _CALLED = {
     "test": (("test_step",), "test_dataloader"),
     "predict": ((), "predict_dataloader"),
 }
-# Lightning's classes define every hook: without effect, or raising an error.
-_STUBS = ("lightning.pytorch.core.", "pytorch_lightning.core.")
+# Their classes define hooks only without effect.
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "torch.")
 
 
 def hook_problems(cfg: DictConfig, verb: str) -> Iterator[str]:
-    """Yield the hooks that a verb needs and neither module nor data module defines."""
+    """Yield the hooks that a verb calls and neither the module nor the data module defines."""
     steps, loader = _CALLED[verb]
-    module = str(cfg.module.get("_target_"))
     owners = {key: str(cfg[key]["_target_"]) for key in ("data", "module") if "_target_" in cfg[key]}
-    for step in steps:
-        if _lacks(module, step):
-            yield f"module._target_={module}: has no {step}, which {verb} calls; define it, or type another class"
+    absent = [("module", step) for step in steps if "module" in owners and _lacks(owners["module"], step)]
     if owners and all(_lacks(target, loader) for target in owners.values()):
-        key, target = next(iter(owners.items()))
-        yield f"{key}._target_={target}: has no {loader}, which {verb} calls; define it, or type another class"
+        absent.append((next(iter(owners)), loader))
+    for key, hook in absent:
+        yield f"{key}._target_={owners[key]}: has no {hook}, which {verb} calls; define it, or type another class"
 
 
 def _lacks(target: str, hook: str) -> bool:
-    """Return whether a class surely has only Lightning's own definition of a hook."""
-    for found in resolution_order(target):
-        if found is None or isinstance(found.node, ast.FunctionDef):
+    """Return whether no class of a lineage defines or sets a hook; False if source does not determine it."""
+    for path in lineage(target):
+        node, bases = definition(path)
+        if path.startswith(_LIBRARIES) or (node is None and bases):
+            continue
+        if not _is_plain(node) or isinstance(node, ast.FunctionDef):
             return False
-        if found.path.startswith(_STUBS):
-            if _definitions(found, hook):
-                return True
-        elif _definitions(found, hook) or any(_assigns(node, hook) for node in ast.walk(found.tree)):
+        bound = (each for each in ast.walk(node) if not isinstance(getattr(each, "ctx", None), ast.Load))
+        if any(hook == getattr(each, name, None) for each in bound for name in ("name", "id", "attr", "value")):
             return False
-    return False
+    return True
 
 
-def _definitions(found: Definition, name: str) -> list[ast.AST]:
-    """Return what binds a name in the body of a class, in order."""
-    named = ((node, getattr(node, "name", getattr(node, "id", None))) for node in top_level_nodes(found.node))
-    return [node for node, bound in named if bound == name]
-
-
-def _assigns(node: ast.AST, name: str) -> bool:
-    """Return whether a node may set a method on an instance or a finished class."""
-    is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == name
-    return is_set or (isinstance(node, ast.Constant) and node.value == name)
+def _is_plain(node: Any) -> bool:
+    """Return whether source shows a class or function as it is, without decorators and metaclasses."""
+    return node is not None and not node.decorator_list and not getattr(node, "keywords", ())
 
 
 def argument_problems(cfg: DictConfig) -> Iterator[str]:
     """Yield misspelled and missing arguments of every `_target_`, as far as signatures can be read."""
     # A group that another refers to is found twice; the shorter key is the one to type.
     nodes = sorted(targets_in(OmegaConf.to_container(cfg)), key=lambda item: item[0].count("."))
-    # User code builds what lies below these, perhaps with more arguments.
-    closed = [each for _, node in nodes if node.get("_recursive_") is False for _, each in list(targets_in(node))[1:]]
-    seen: list[Any] = []
+    # User code builds what lies below `_recursive_: false`, perhaps with more arguments.
+    seen = [each for _, node in nodes if node.get("_recursive_") is False for _, each in list(targets_in(node))[1:]]
     for key, node in nodes:
-        if node not in closed and node not in seen:
-            seen.append(node)
+        if node not in seen and key != "strategy":  # its options say what they allow
             yield from _argument_problems(key, node)
+        seen.append(node)
 
 
 def _argument_problems(key: str, node: Mapping[str, Any]) -> Iterator[str]:
-    target, arguments = node["_target_"], _signature(node["_target_"])
-    if arguments is None:
+    target, made = node["_target_"], _constructor(node["_target_"])
+    if made is None:
         return
-    given = {str(name) for name in node if not (str(name).startswith("_") and str(name).endswith("_"))}
-    positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
-    keywords = [each.arg for each in arguments.kwonlyargs]
-    if arguments.kwarg is None and key != "strategy":  # its own options say more
-        names = [*positional, *keywords]
-        for name in sorted(given.difference(names)):
+    taken = len(node.get("_args_", ())) + (made.name == "__init__")
+    positional = [each.arg for each in (*made.args.posonlyargs, *made.args.args)]
+    names = positional[taken:] + [each.arg for each in made.args.kwonlyargs]
+    optional = positional[len(positional) - len(made.args.defaults) :]
+    optional += [each.arg for each, default in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True) if default]
+    for name in (str(name) for name in node if made.args.kwarg is None and name not in names):
+        if not name.startswith("_"):
             yield f"{key}.{name}: {target} has no such argument; {did_you_mean(name, names, 'its arguments')}"
-    required = positional[len(node.get("_args_", ())) : len(positional) - len(arguments.defaults)]
-    required += [name for name, default in zip(keywords, arguments.kw_defaults, strict=True) if default is None]
-    missing = [name for name in required if name not in given]
-    if missing and not node.get("_partial_"):
-        typed = " ".join(f"+{key}.{name}=..." for name in missing)
-        yield f"{key}: {target} needs the argument {', '.join(missing)}; type {typed}, or set it in the recipe"
+    missing = [name for name in names if name not in optional and name not in node and not node.get("_partial_")]
+    if missing:
+        words = " ".join(f"+{key}.{name}=..." for name in missing)
+        yield f"{key}: {target} needs {', '.join(missing)}; type {words}, or set it in the recipe"
 
 
-def _signature(target: str) -> ast.arguments | None:
-    """Return the arguments of a function, or of a class without `self`; None if source does not determine them."""
-    for found in resolution_order(target):
-        if found is None:
-            return None
-        if isinstance(found.node, ast.FunctionDef):
-            return found.node.args
-        made = [*_definitions(found, "__new__"), *_definitions(found, "__init__")]
-        if made:
-            last = made[-1]
-            if isinstance(last, ast.FunctionDef) and not last.decorator_list and last.name == "__init__":
-                return _without_self(last.args)
-            return None
+def _constructor(target: str) -> ast.FunctionDef | None:
+    """Return a function, or the `__init__` of a class; None if source does not determine it."""
+    for path in lineage(target):
+        node, bases = definition(path)
+        if node is None and bases:
+            continue  # imported
+        inits = [each for each in getattr(node, "body", ()) if getattr(each, "name", "") in ("__init__", "__new__")]
+        found = node if isinstance(node, ast.FunctionDef) else inits[-1] if inits else None
+        if found is not None or not _is_plain(node) or len(bases) != 1:
+            is_known = _is_plain(node) and _is_plain(found) and found.name != "__new__"
+            return found if is_known else None
     return None
-
-
-def _without_self(given: ast.arguments) -> ast.arguments:
-    names = [*given.posonlyargs, *given.args][1:]
-    return ast.arguments([], names, given.vararg, given.kwonlyargs, given.kw_defaults, given.kwarg, given.defaults)

@@ -47,8 +47,7 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Fork the ranks, call ``function`` in each, and return rank 0's result."""
-        if trainer is not None:
-            refuse_missing_hooks(trainer)
+        refuse_missing_hooks(trainer)
         # A port, which a launch adds to the environment, belongs to this launch.
         with TemporaryDirectory(prefix="trainwright-") as self._folder, patch.dict(os.environ, token_environment()):
             return super().launch(partial(_single_threaded, function), *args, trainer=trainer, **kwargs)

@@ -293,10 +293,10 @@ def test_launcher_with_other_world_size(conf: Path) -> None:
 def test_recipe_checks(conf: Path, tmp_path: Path) -> None:
     (tmp_path / "my_checks.py").write_text(
         "def data(cfg, num_data_ranks):\n"
-        "    return [f'data.path={cfg.data.path}: not there, {num_data_ranks} ranks wait'] if cfg.data.path else []\n"
+        "    return [f'hidden={cfg.module.hidden}: too few, {num_data_ranks} ranks wait'] if cfg.module.hidden else []\n"
     )
-    more = ("checks=[my_checks:data]", "+data.path=nowhere", "strategy=ddp", "devices=2")
-    assert problems(conf, *more) == ["data.path=nowhere: not there, 2 ranks wait"]
+    more = ("checks=[my_checks:data]", "module.hidden=3", "strategy=ddp", "devices=2")
+    assert problems(conf, *more) == ["hidden=3: too few, 2 ranks wait"]
     assert len(problems(conf, *more, "launch.port=0")) == 2
 
 

@@ -108,8 +108,8 @@ class LeanOptimization(_AutomaticOptimization):
     token_weights: TokenWeights | None = None
     hooks: HookTable
     phases: Phases
+    # True if a step of the epoch returned a loss, False if one did not: one, both or neither.
     losses: set[bool]
-    """Whether steps of the epoch returned a loss: of one, both or neither."""
     _closure: _LeanClosure
 
     def begin(self, hooks: HookTable, loss_divisor: LossDivisor, token_weights: TokenWeights | None) -> None:
