@@ -100,7 +100,7 @@ def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None) -> str:
 
 
 def _render_file_fault(fault: ComposeFault) -> str:
-    if re.search(r"Key (True|False) \(bool\)", fault.detail):
+    if re.search(r"Key '?(True|False)\b", fault.detail):
         return f"in {fault.text}.yaml: {_BOOLEAN_KEY}"
     unknown = re.search(r"Key '([^']+)' (?:not in '(\w+)'|is not in struct)", fault.detail)
     if not unknown:

