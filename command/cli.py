@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import on_one_stack
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.run.interrupt import Interrupted, raise_interrupted
@@ -54,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGTERM, raise_interrupted)
     try:
         verb = next((word for word in words if word not in ("-h", "--help")), None)
+        if verb not in ("checkpoint", "report", "watch"):  # which may be given absolute paths
+            _make_cwd_importable()
         if verb in _TOOL_VERBS:
             return int(tool(verb)(words))
-        _make_cwd_importable()
         if verb in ("import-deepspeed", "generate"):  # their configuration may name modules in the working directory
             return int(tool(verb)(words))
         if _needs_forkserver(words) and detect_launcher() is None:
@@ -71,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_interrupt(interrupted)
     except KeyboardInterrupt:
         return _report_interrupt(Interrupted(signal.SIGINT))
+    except ConfigError as error:
+        print(f"trainwright: {error}", file=sys.stderr)
+        return 2
     finally:
         stop_forkserver()
         signal.signal(signal.SIGTERM, previous)
@@ -98,6 +103,9 @@ def _needs_forkserver(words: Sequence[str]) -> bool:
 
 def _make_cwd_importable() -> None:
     """Let `_target_: my_model.MyModule` find my_model.py in the working directory, as `python my_script.py` would."""
-    cwd = os.getcwd()
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(["the working directory was removed; change to one that exists: type cd ~"]) from None
     if cwd not in sys.path:
         sys.path.insert(0, cwd)

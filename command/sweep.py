@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from trainwright.callbacks.inject.sentences import is_inject
 from trainwright.command.auto import Choice
 from trainwright.command.run import choose, launch, prepare
-from trainwright.command.schema.compose import compose_checked, config_loader, quote_paths
+from trainwright.command.schema.compose import as_text, compose_checked, config_loader, quote_values
 from trainwright.command.schema.expansion import ImportReport, report_import
 from trainwright.core.config.masking import masked_words
 from trainwright.core.failures.error_text import first_line
@@ -77,7 +77,7 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
     parser = OverridesParser.create(config_loader=config_loader(config_dir))
     alternatives: list[list[str]] = []
     problems: list[str] = []
-    for text in quote_paths(overrides):
+    for text in quote_values(overrides):
         if is_inject(text):  # its commas separate no values: every job gets it
             alternatives.append([text])
             continue
@@ -90,7 +90,8 @@ def expand(overrides: Sequence[str], config_dir: str | Path | None = None) -> li
             else:
                 alternatives.append([text])
         except HydraException as error:
-            problems.append(f"{text}: this is not key=value ({first_line(error)}); type for example strategy=ddp,zero3")
+            example = f"strategy=ddp,zero3{as_text(text)}"
+            problems.append(f"{text}: this is not key=value ({first_line(error)}); type for example {example}")
     if problems:
         raise ConfigError(problems)
     varies = [len(values) > 1 for values in alternatives]

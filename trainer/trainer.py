@@ -37,6 +37,7 @@ from trainwright.core.lightning_internals import _SubprocessScriptLauncher
 from trainwright.core.processes.machine import threads_of_rank, use_threads
 from trainwright.core.processes.orphans import end_with_agent
 from trainwright.core.processes.scratch import scratch
+from trainwright.core.run.hooks import refuse_missing_hooks
 from trainwright.core.run.peers import service_of
 from trainwright.core.run.phases import SAVING
 from trainwright.core.run.traits import traits_of
@@ -375,6 +376,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             os.environ["OMP_NUM_THREADS"] = threads_of_rank(None, self.num_processes)  # of the other ranks, too
             use_threads(int(os.environ["OMP_NUM_THREADS"]))
         if not self.cluster_environment.creates_processes_externally:
+            refuse_missing_hooks(trainer)
             sizes = f"{self.num_processes}/{self.num_processes * self.num_nodes}"
             os.environ[STARTED] = f"{sizes}@{scratch() / 'error_told'}"
             os.environ.update(token_environment())

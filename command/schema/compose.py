@@ -8,6 +8,7 @@ deleted with `~`, and a user's file that one of the package would shadow.
 import copy
 import logging
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,7 +30,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainwright.callbacks.inject.sentences import split_inject
+from trainwright.callbacks.inject.sentences import is_inject, split_inject
 from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
     REMOVED_CHOICES,
@@ -40,6 +41,7 @@ from trainwright.command.schema.compose_faults import (
     render_fault,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
+from trainwright.core.config.override_words import typed as typed_value
 from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.refusal import refused_as
@@ -68,10 +70,8 @@ _OPEN_MAPPINGS = re.compile(
     r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
     r"|secret_env|labels|annotations|node_selector))[.=]"
 )
-# Keys that are paths. Paths of checkpoints contain = (step=4), which Hydra takes only in quotes.
-_PATH_WITH_EQUALS = re.compile(
-    r"(?P<key>\+{0,2}(?:ckpt_path|init_from|run_dir))=(?P<path>[^'\"\[\]{}(),$]*=[^'\"\[\]{}(),$]*)"
-)
+# A value, or one of a list, a mapping or a sweep.
+_WORD = re.compile(r"[^\[\]{},]+")
 # Keys that other checks depend on; with a guess for one of them, other problems would be misleading.
 _DECISIVE = {
     "recipe", "module", "data", "strategy", "devices", "nodes", "global_batch_size", "micro_batch_size", "accumulation",
@@ -139,7 +139,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Compos
     faults = split_inject(overrides)
     loader = config_loader(config_dir)
     expansion: Expansion[ImportReport] | None = None
-    typed = _sizes_of_models(loader, quote_paths(faults.rest))
+    typed = _sizes_of_models(loader, quote_values(faults.rest))
     if asks_for_file(typed):
         expansion = tool("expand")(typed, lambda without: _Composer(loader).compose(without).cfg)
         typed = expansion.overrides
@@ -162,10 +162,39 @@ def _add_expansion(result: Composition, expansion: Expansion[ImportReport]) -> N
         result.cfg.deepspeed_json = expansion.report.file
 
 
-def quote_paths(overrides: Sequence[str]) -> list[str]:
-    """Quote paths that Hydra would not parse otherwise."""
-    matches = [(text, _PATH_WITH_EQUALS.fullmatch(text)) for text in overrides]
-    return [text if match is None else f"{match['key']}={_quoted(match['path'])}" for text, match in matches]
+def quote_values(overrides: Sequence[str]) -> list[str]:
+    """Quote the values, alone or within lists and sweeps, that Hydra takes only in quotes: `ü`, `it's`, `step=4`.
+
+    Overrides that Hydra parses, and those that remain faulty, are returned as they are.
+    """
+    return [text if is_inject(text) or _parses(text) else _with_quotes(text) for text in overrides]
+
+
+def _with_quotes(text: str) -> str:
+    key, equals, value = text.partition("=")
+    found = key + equals + _WORD.sub(_quoted_word, value)
+    return found if _parses(found) else text
+
+
+def _quoted_word(match: re.Match[str]) -> str:
+    word = match[0].strip()
+    is_part = word.strip("'\"") != word or word.count("(") != word.count(")")  # of a text or call with a comma
+    return match[0] if is_part or _parses(f"x={word}") else typed_value(word)
+
+
+def _parses(text: str) -> bool:
+    try:
+        return bool(OverridesParser.create().parse_override(text))
+    except HydraException:
+        return False
+
+
+def as_text(override: str) -> str:
+    """Return what to type for a value that is text, as the end of a sentence; empty without a value."""
+    key, equals, value = override.partition("=")
+    text = value.replace('"', r"\"")
+    typed = f'{key}="{text}"'
+    return f"; for a text with these signs type {shlex.quote(typed)}" if equals else ""
 
 
 def _sizes_of_models(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> list[str]:
@@ -300,11 +329,14 @@ class _Composer:
         try:
             override = self.parser.parse_override(text)
         except HydraException as error:
-            self._add(f"{text}: this is not key=value ({first_line(error)}); type for example max_steps=100")
+            self._add(
+                f"{text}: this is not key=value ({first_line(error)}); type for example max_steps=100{as_text(text)}"
+            )
             self.result.guessed = False
             return None
         if override.is_sweep_override():
-            self._add(f"{text}: several values need several runs; add -m (--multirun), or type one; a list is [1,2]")
+            several = "several values need several runs; add -m (--multirun), or type one; a list is [1,2]"
+            self._add(f"{text}: {several}{as_text(text)}")
             self.result.guessed = False
             return None
         key = override.get_key_element().lstrip("+~").split("@")[0]

@@ -17,6 +17,7 @@ from trainwright.strategies.contract.registry import all_options
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
 _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
+_BOOLEAN_KEY = "YAML reads the keys on, off, yes and no as true and false; write such a key in quotes: 'on':"
 
 
 @dataclass
@@ -110,6 +111,8 @@ def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None, words: Voca
 
 
 def _render_file_fault(fault: ComposeFault) -> str:
+    if re.search(r"Key '?(True|False)\b", fault.detail):
+        return f"in {fault.text}.yaml: {_BOOLEAN_KEY}"
     unknown = re.search(r"Key '([^']+)' (?:not in '(\w+)'|is not in struct)", fault.detail)
     if not unknown:
         return f"in {fault.text}.yaml: {_without_search_path(fault.detail)}"
@@ -129,6 +132,9 @@ def extra_keys(node: DictConfig, words: Callable[[], Vocabulary], path: str = ""
     allowed = [item.name for item in fields(schema)] if is_dataclass(schema) else None
     for key in list(node):
         full = f"{path}.{key}" if path else str(key)
+        if isinstance(key, bool):
+            yield f"{full}: {_BOOLEAN_KEY}"
+            continue
         if allowed is not None and key not in allowed:
             where = f"keys of {path}" if path else "keys"
             names = [name for name in allowed if name != "_target_"]

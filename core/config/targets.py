@@ -16,11 +16,11 @@ from trainwright.core.problems import did_you_mean
 _OWN = "trainwright"
 
 
-def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every `_target_` of a plain container with its dotted key."""
+def targets_in(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every mapping with a `_target_` of a plain container with its dotted key."""
     if isinstance(node, dict):
         if isinstance(node.get("_target_"), str):
-            yield path, node["_target_"]
+            yield path, node
         for key, value in node.items():
             yield from targets_in(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, list):
@@ -60,7 +60,7 @@ def lineage(target: str) -> Iterator[str]:
     while waiting:
         path = waiting.pop(0)
         yield path
-        found = [base for base in _bases(path) if base not in seen]
+        found = [base for base in definition(path)[1] if base not in seen]
         seen.update(found)
         waiting += found
 
@@ -133,20 +133,23 @@ def _find_spec(name: str, search: Any) -> ModuleSpec | None:
     return None
 
 
-def _bases(path: str) -> list[str]:
-    """Return dotted paths of a class's bases, or of what its name is imported from; [] if unknown."""
+def definition(path: str) -> tuple[ast.ClassDef | ast.FunctionDef | None, list[str]]:
+    """Return the source of a class or function, if it is defined at a dotted path, and where the rest is.
+
+    That is the dotted paths of its bases, or of what its name is imported from; [] if unknown.
+    """
     parts = path.split(".")
     spec, consumed = _deepest_module(parts)
     tree = None if spec is None or consumed != len(parts) - 1 else _tree(spec)
     if spec is None or tree is None:
-        return []
+        return None, []
     module, name, imported = ".".join(parts[:-1]), parts[-1], _imported(tree, spec, ".".join(parts[:-1]))
     for node in _top_level_nodes(tree):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            written = [ast.unparse(base) for base in node.bases if isinstance(base, (ast.Name, ast.Attribute))]
-            heads = [text.partition(".") for text in written]
-            return [imported.get(head, f"{module}.{head}") + dot + rest for head, dot, rest in heads]
-    return [imported[name]] if name in imported else []
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            written = [base.value if isinstance(base, ast.Subscript) else base for base in getattr(node, "bases", ())]
+            heads = [ast.unparse(base).partition(".") for base in written]
+            return node, [imported.get(head, f"{module}.{head}") + dot + rest for head, dot, rest in heads]
+    return None, [imported[name]] if name in imported else []
 
 
 def _imported(tree: ast.Module, spec: ModuleSpec, module: str) -> dict[str, str]:

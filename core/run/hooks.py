@@ -6,12 +6,15 @@ epoch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.core.hooks import DataHooks
+
+from trainwright.core.lightning_internals import _verify_loop_configurations
 
 Hook = Callable[..., Any]
 
@@ -87,6 +90,18 @@ class HookTable:
             listener(self._trainer, self._module, *args)
         names["_current_fx_name"] = before
         return output
+
+
+def refuse_missing_hooks(trainer: Trainer | None) -> None:
+    """Raise Lightning's error for a module without the hooks of a run; for launchers, before they start ranks.
+
+    Raises:
+        MisconfigurationException: naming the hook.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of loaders, which are not attached yet
+        if trainer is not None:
+            _verify_loop_configurations(trainer)
 
 
 def _overrides(instance: object, hook: str, base: type) -> bool:

@@ -29,6 +29,7 @@ from trainwright.launch.checks.check_run import (
     run_dir_problems,
     with_compression,
 )
+from trainwright.launch.checks.check_targets import argument_problems, hook_problems
 from trainwright.launch.engines import engines
 from trainwright.launch.engines.engines import variable_problems
 from trainwright.launch.outcome.interruption import preemption_refusals
@@ -106,8 +107,8 @@ def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[
 
 
 def _targets(cfg: DictConfig) -> Iterator[str]:
-    for key, target in targets_in(OmegaConf.to_container(cfg)):
-        problem = problem_of_target(key, target)
+    for key, node in targets_in(OmegaConf.to_container(cfg)):
+        problem = problem_of_target(key, node["_target_"])
         if problem is not None:
             yield problem
 
@@ -142,6 +143,8 @@ def _checks(
     verb, layout = run.verb, run.layout
     return [
         lambda: module_problems(cfg),
+        lambda: hook_problems(cfg, verb),
+        lambda: argument_problems(cfg),
         lambda: callback_problems(cfg),
         lambda: logger_problems(cfg),
         lambda: name_problems(cfg),

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from trainwright.checkpoint.read.run_state import RunState, materialised
 from trainwright.core.lightning_internals import _MultiProcessingLauncher, _WorkerOutput
+from trainwright.core.run.hooks import refuse_missing_hooks
 from trainwright.core.text.messages import token_environment
 from trainwright.strategies.plan.deferred import is_deferred
 
@@ -46,6 +47,7 @@ class ForkLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Fork the ranks, call ``function`` in each, and return rank 0's result."""
+        refuse_missing_hooks(trainer)
         # A port, which a launch adds to the environment, belongs to this launch.
         with TemporaryDirectory(prefix="trainwright-") as self._folder, patch.dict(os.environ, token_environment()):
             return super().launch(partial(_single_threaded, function), *args, trainer=trainer, **kwargs)

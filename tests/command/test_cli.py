@@ -128,3 +128,23 @@ def test_multirun_continues_after_a_failure(conf: Path) -> None:
     assert "failed: job 1 (module.fail_rank=0)" in done.stdout
     [sweep] = Path("multirun").iterdir()
     assert (sweep / "1_module.fail_rank=-1/checkpoints/step=4/manifest.json").exists()
+
+
+@pytest.mark.parametrize("words", [["fit", "recipe=digits"], ["doctor"], ["--help"]])
+def test_removed_working_directory(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert main(words) == 2
+    assert "the working directory was removed; change to one that exists" in capsys.readouterr().err
+
+
+def test_no_loss(conf: Path) -> None:
+    Path("my_silent.py").write_text(Path("my_module.py").read_text().replace("        return loss\n", ""))
+    words = ("--config-dir", str(conf), "recipe=mine", "module._target_=my_silent.MyModule", *QUIET)
+    done = run_command("fit", *words, "max_epochs=3", "max_steps=null")
+    assert done.returncode == 1
+    assert "returned None for all 16 micro-batches of the epoch, so no weight was updated" in done.stdout
+    assert "Traceback" not in done.stdout

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shlex
 import socket
 import sys
 from dataclasses import fields
@@ -293,10 +294,10 @@ def test_launcher_with_other_world_size(conf: Path) -> None:
 def test_recipe_checks(conf: Path, tmp_path: Path) -> None:
     (tmp_path / "my_checks.py").write_text(
         "def data(cfg, num_data_ranks):\n"
-        "    return [f'data.path={cfg.data.path}: not there, {num_data_ranks} ranks wait'] if cfg.data.path else []\n"
+        "    return [f'hidden={cfg.module.hidden}: too few, {num_data_ranks} ranks wait']\n"
     )
-    more = ("checks=[my_checks:data]", "+data.path=nowhere", "strategy=ddp", "devices=2")
-    assert problems(conf, *more) == ["data.path=nowhere: not there, 2 ranks wait"]
+    more = ("checks=[my_checks:data]", "module.hidden=3", "strategy=ddp", "devices=2")
+    assert problems(conf, *more) == ["hidden=3: too few, 2 ranks wait"]
     assert len(problems(conf, *more, "launch.port=0")) == 2
 
 
@@ -489,3 +490,41 @@ def test_help_text(conf: Path) -> None:
     for verb in ("fit", "validate", "test", "predict"):
         assert f"\n  {verb} " in overview()
         assert help_of_verb(verb).startswith(f"trainwright {verb}: ")
+
+
+@pytest.mark.parametrize(("typed", "value"), [
+    ("+module.text=/tmp/ü", "/tmp/ü"),
+    ("+module.text=it's", "it's"),
+    ("+module.text=a=b c", "a=b c"),
+    ("+module.text=f(x)&y", "f(x)&y"),
+    ("+module.text=[ü,1,it's,~]", ["ü", 1, "it's", "~"]),
+    ("+module.text='a,b'", "a,b"),
+    ("+module.text=1e-3", 1e-3),
+])  # fmt: skip
+def test_values_that_need_quotes(conf: Path, typed: str, value: object) -> None:
+    assert mine(conf, typed).module.text == value
+    jobs = expand([typed, "seed=1,2"])
+    assert [mine(conf, *job.overrides).module.text for job in jobs] == [value, value]
+
+
+@pytest.mark.parametrize(("typed", "answer"), [
+    ("+module.text=a,b", """'+module.text="a,b"'"""),
+    ("+module.text=f(1,2)", """'+module.text="f(1,2)"'"""),
+    ("+module.text='a", "'+module.text=\"'\"'\"'a\"'"),
+])  # fmt: skip
+def test_answer_with_quotes(conf: Path, typed: str, answer: str) -> None:
+    [said] = compose_checked(["recipe=mine", typed], conf).problems
+    assert said.startswith(typed)
+    assert said.endswith(f"; for a text with these signs type {answer}")
+    [word] = shlex.split(answer)
+    assert mine(conf, word).module.text == typed.partition("=")[2]
+
+
+@pytest.mark.parametrize("text", ["on: 3\n", "device: {no: 3}\n", "callbacks: {mine: {_target_: a.B, on: 3}}\n"])
+def test_boolean_keys(conf: Path, text: str) -> None:
+    (conf / "recipe/on.yaml").write_text(RECIPE + text)
+    said = compose_checked(["recipe=on"], conf).problems
+    assert len(said) == 1
+    assert "YAML reads the keys on, off, yes and no as true and false" in said[0]
+    (conf / "recipe/on.yaml").write_text(RECIPE.replace("  sleep:", "  on: 3\n  sleep:"))
+    assert "write such a key in quotes: 'on':" in compose_checked(["recipe=on"], conf).problems[0]

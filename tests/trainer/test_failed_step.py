@@ -144,3 +144,28 @@ def test_other_kinds_of_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) 
     save_file({**state, "enter.weight": state["enter.weight"].to(dtype)}, path)
     with pytest.raises(CheckpointError, match=rf"enter.weight: saved as {dtype}, the module has torch.float32"):
         make_trainer("single", {"init_from": path}, max_steps=1).fit(Net(), loader)
+
+
+class Skips(Net):
+    """Returns a loss only in some steps; perhaps steps by itself."""
+
+    def __init__(self, losses: set[int], manual: bool = False, has_optimizer: bool = True) -> None:
+        super().__init__()
+        self.losses, self.automatic_optimization, self.has_optimizer = losses, not manual, has_optimizer
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx in self.losses else None
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers() if self.has_optimizer else None
+
+
+@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+def test_epoch_without_loss(options: dict[str, Any]) -> None:
+    loader = DataLoader(torch.randn(16, 8), batch_size=4)
+    for module in (Skips({2}), Skips(set(), manual=True), Skips(set(), has_optimizer=False)):
+        make_trainer("single", max_epochs=2, **options).fit(module, loader)
+    trainer = make_trainer("single", max_epochs=2, **options)
+    with pytest.raises(RuntimeError, match=r"None for all 4 micro-batches.*self.automatic_optimization = False"):
+        trainer.fit(Skips(set()), loader)
+    assert trainer.global_step == 4

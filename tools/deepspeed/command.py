@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.command.arguments import Parser
-from trainwright.command.schema.compose import compose_checked, config_loader, group_names, quote_paths
+from trainwright.command.schema.compose import compose_checked, config_loader, group_names, quote_values
 from trainwright.command.schema.expansion import Expansion
 from trainwright.core.problems import ConfigError
 from trainwright.tools.deepspeed.expand import translate_file
@@ -76,7 +76,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    expansion = _translated(arguments.file, quote_paths(arguments.overrides), arguments.config_dir)
+    expansion = _translated(arguments.file, quote_values(arguments.overrides), arguments.config_dir)
     if expansion.problems or expansion.report is None:
         raise ConfigError(expansion.problems)
     report = expansion.report
@@ -115,7 +115,7 @@ def _write(report: Report, arguments: argparse.Namespace) -> None:
     if out.exists() and not arguments.overwrite:
         raise ConfigError([f"--out {out}: the file exists; type another name, or --overwrite"])
     groups = group_names(config_loader(arguments.config_dir))
-    text = recipe_text(report, quote_paths(arguments.overrides), groups, out.stem)
+    text = recipe_text(report, quote_values(arguments.overrides), groups, out.stem)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")

@@ -152,6 +152,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         with log_again.installed():
             try:
                 super().run(data_fetcher)
+                self.automatic_optimization.refuse_no_loss(self.batch_progress.current.ready)
             finally:
                 if self._leased is not None:
                     self._leased.is_open = False

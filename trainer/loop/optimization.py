@@ -21,6 +21,7 @@ from trainwright.core.lightning_internals import (
     _DataFetcher,
     _ManualOptimization,
     _MaxSizeCycle,
+    _MockOptimizer,
     _PrefetchDataFetcher,
 )
 from trainwright.core.run.hooks import HookTable
@@ -29,6 +30,8 @@ from trainwright.core.run.traits import Traits
 from trainwright.strategies.pipeline.zero_grad_first import ZeroGradFirst
 from trainwright.trainer.data.reading import SideBySide, Weigher
 from trainwright.trainer.loop.loss_weighting import TokenWeights
+
+_MANUAL = "A module that steps its optimizers by itself sets self.automatic_optimization = False."
 
 
 def reader_of(fetcher: _DataFetcher) -> Callable[[Any], Any]:
@@ -105,12 +108,30 @@ class LeanOptimization(_AutomaticOptimization):
     token_weights: TokenWeights | None = None
     hooks: HookTable
     phases: Phases
+    # True if a step of the epoch returned a loss, False if one did not: one, both or neither.
+    losses: set[bool]
     _closure: _LeanClosure
 
     def begin(self, hooks: HookTable, loss_divisor: LossDivisor, token_weights: TokenWeights | None) -> None:
         """Begin an epoch."""
         self.hooks, self.loss_divisor, self.token_weights = hooks, loss_divisor, token_weights
         self._closure = _LeanClosure(self)
+        # What steps before a resume returned is unknown.
+        self.losses = {True} if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready else set()
+
+    def refuse_no_loss(self, batches: int) -> None:
+        """Raise if no step of an epoch with this number of micro-batches returned a loss.
+
+        Several ranks need no agreement: there, the first step without a loss is refused.
+
+        Raises:
+            RuntimeError: unless there is no optimizer, either.
+        """
+        if self.losses == {False} and not all(isinstance(each, _MockOptimizer) for each in self.trainer.optimizers):
+            raise RuntimeError(
+                f"`training_step` returned None for all {batches} micro-batches of the epoch, so no weight was "
+                f"updated. Return the loss. {_MANUAL}"
+            )
 
     def run_lean(self, optimizer: Optimizer, batch_idx: int, args: tuple[Any, ...], stepping: bool) -> dict[str, Any]:
         """Run like :meth:`run`, without looking up hooks that are not overridden."""
@@ -186,6 +207,7 @@ class LeanOptimization(_AutomaticOptimization):
         loop: Any = self.trainer.fit_loop.epoch_loop
         with self.observed(next(iter(kwargs.values())), batch_idx), loop.padded_or_weighted(batch_idx):
             result = super()._training_step(kwargs)
+        self.losses.add(result.closure_loss is not None)
         loss, divisor = result.closure_loss, float(self.trainer.accumulate_grad_batches)
         if self.loss_divisor is not None and loss is not None:
             exact = self.loss_divisor.divisor(batch_idx)
@@ -291,6 +313,7 @@ class _LeanClosure:
             with loop.observed(self._args[0], self._batch_idx):
                 output = strategy.training_step(*self._args)
         names["_current_fx_name"] = before
+        loop.losses.add(output is not None)
         if output is None:
             _refuse_none(self._trainer)
         if zeroes_first:  # after the step, which may read what the hook updates
@@ -348,6 +371,6 @@ def _refuse_none(trainer: Trainer) -> None:
         raise RuntimeError(
             "`training_step` returned None, which is not supported on several ranks: if only one did, the others would "
             "wait for its gradients. Return a loss without effect instead, for example "
-            "0 * sum(p.sum() for p in self.parameters())."
+            f"0 * sum(p.sum() for p in self.parameters()). {_MANUAL}"
         )
     rank_zero_warn("`training_step` returned `None`: no optimizer step is made for this batch.")
