@@ -42,7 +42,7 @@ from trainwright.tools.verify.verify import problems_of as problems_of_verify
 
 # Programs of others that the documentation calls; nothing is said of their options.
 OTHERS = frozenset(
-    ("cat", "cp", "docker", "git", "head", "kill", "kubectl", "less", "ls", "mkdir", "mkdocs", "nvidia-smi", "pytest",
+    ("cat", "cp", "docker", "git", "head", "kill", "kubectl", "less", "ln", "ls", "mkdir", "mkdocs", "nvidia-smi", "pytest",
      "ray", "ruff", "rsync", "sbatch", "scancel", "scontrol", "sinfo", "sleep", "squeue", "ssh", "tail", "tensorboard",
      "uv")
 )  # fmt: skip
