@@ -447,8 +447,8 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
     if folder.resolve() == ours.resolve() or not taken:
         return []
     return [
-        f"--config-dir {config_dir}: {', '.join(map(str, taken))}: a file of trainwright has the same name, and only one "
-        f"of the two can be chosen; rename yours{_how_to_link(folder, {name.parts[0] for name in taken})}"
+        f"--config-dir {config_dir}: {', '.join(map(str, taken))}: a file of trainwright has the same name, and only "
+        f"one of the two can be chosen; rename yours{_how_to_link(folder, {name.parts[0] for name in taken})}"
     ]
 
 

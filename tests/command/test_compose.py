@@ -328,7 +328,9 @@ def test_missing_config_dir(tmp_path: Path) -> None:
 
 def test_shadowed_user_file(conf: Path) -> None:
     (conf / "recipe/gpt.yaml").write_text(RECIPE)
-    with pytest.raises(ConfigError, match=r"recipe/gpt\.yaml: a file of trainwright has the same name, .* rename yours$"):
+    with pytest.raises(
+        ConfigError, match=r"recipe/gpt\.yaml: a file of trainwright has the same name, .* rename yours$"
+    ):
         compose("gpt", config_dir=conf)
 
 
