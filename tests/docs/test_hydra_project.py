@@ -25,6 +25,8 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
 def test_the_commands_of_the_page_run() -> None:
     outcome = Outcome()
     run_page(PAGE, outcome)
