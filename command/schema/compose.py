@@ -508,13 +508,26 @@ def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
     import trainwright.conf
 
     ours = Path(next(iter(trainwright.conf.__path__)))
-    if folder.resolve() == ours.resolve():
+    # Each of ours is looked for, since a walk through the user's folder would not enter links. Files beside the groups,
+    # such as another program's config.yaml, are no choices.
+    names = sorted(path.relative_to(ours) for path in ours.glob("*/*.yaml"))
+    taken = [name for name in names if (folder / name).is_file()]
+    if folder.resolve() == ours.resolve() or not taken:
         return []
     return [
-        f"--config-dir {config_dir}: {path.relative_to(folder)} has the name of a file of trainwright; rename it"
-        for path in sorted(folder.rglob("*.yaml"))
-        if (ours / path.relative_to(folder)).is_file()
+        f"--config-dir {config_dir}: {', '.join(map(str, taken))}: a file of trainwright has the same name, and only "
+        f"one of the two can be chosen; rename yours{_how_to_link(folder, {name.parts[0] for name in taken})}"
     ]
+
+
+def _how_to_link(folder: Path, without: set[str]) -> str:
+    """Return what to type for a configuration directory that has the other groups of `folder` alone; "" if none."""
+    others = {path.parent.name for path in folder.glob("*/*.yaml")} - {*without, "hydra"}
+    if not others:
+        return ""
+    own = folder / "trainwright"
+    links = " ".join(f"../{name}" for name in sorted(others))
+    return f", or use a folder without these groups: mkdir {own} && ln -s {links} {own}/, then --config-dir {own}"
 
 
 def _quoted(name: str) -> str:

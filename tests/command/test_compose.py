@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import re
 import shlex
 import socket
+import subprocess
 import sys
 from dataclasses import fields
 from datetime import datetime
@@ -327,8 +329,33 @@ def test_missing_config_dir(tmp_path: Path) -> None:
 
 def test_shadowed_user_file(conf: Path) -> None:
     (conf / "recipe/gpt.yaml").write_text(RECIPE)
-    with pytest.raises(ConfigError, match="recipe/gpt.yaml has the name of a file of trainwright"):
+    with pytest.raises(
+        ConfigError, match=r"recipe/gpt\.yaml: a file of trainwright has the same name, .* rename yours$"
+    ):
         compose("gpt", config_dir=conf)
+
+
+def test_a_folder_of_links_leaves_groups_of_the_same_name_out(conf: Path) -> None:
+    for name, text in {
+        "config.yaml": "defaults: [logger: csv]\n",  # the start of another program, and no choice
+        "logger/csv.yaml": "csv: {}\n",
+        "trainer/default.yaml": "_target_: lightning.pytorch.Trainer\n",
+        "hydra/default.yaml": "run: {dir: logs}\n",
+        "data/mine.yaml": "batch_size: 3\n",
+    }.items():
+        (conf / name).parent.mkdir(exist_ok=True)
+        (conf / name).write_text(text)
+    [problem] = compose_checked(["recipe=mine"], conf).problems
+    assert f"--config-dir {conf}: logger/csv.yaml, trainer/default.yaml: " in problem
+    [(typed, given)] = re.findall(r": (mkdir .*), then --config-dir (.*)$", problem)
+    subprocess.run(typed, shell=True, check=True)
+    own = Path(given)
+    assert sorted(path.name for path in own.iterdir()) == ["data", "recipe"]
+    assert compose_checked(["recipe=mine", "+data=mine"], own).cfg.data.batch_size == 3  # type: ignore[union-attr]
+    (own / "logger").symlink_to("../logger")  # a link hides no clash
+    assert "logger/csv.yaml: a file of trainwright" in compose_checked(["recipe=mine"], own).problems[0]
+    (conf / "logger/csv.yaml").rename(conf / "logger/mine.yaml")
+    assert not compose_checked(["recipe=mine"], own).problems
 
 
 def test_user_strategy_yaml(conf: Path) -> None:

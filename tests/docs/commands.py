@@ -42,9 +42,9 @@ from trainwright.tools.verify.verify import problems_of as problems_of_verify
 
 # Programs of others that the documentation calls; nothing is said of their options.
 OTHERS = frozenset(
-    ("cat", "cp", "docker", "git", "head", "kill", "kubectl", "less", "ls", "mkdir", "mkdocs", "nvidia-smi", "pytest",
-     "ray", "ruff", "rsync", "sbatch", "scancel", "scontrol", "sinfo", "sleep", "squeue", "ssh", "tail", "tensorboard",
-     "uv")
+    ("cat", "cp", "docker", "git", "head", "kill", "kubectl", "less", "ln", "ls", "mkdir", "mkdocs", "nvidia-smi",
+     "pytest", "ray", "ruff", "rsync", "sbatch", "scancel", "scontrol", "sinfo", "sleep", "squeue", "ssh", "tail",
+     "tensorboard", "uv")
 )  # fmt: skip
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _TARGETS = frozenset(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))

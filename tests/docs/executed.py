@@ -124,8 +124,8 @@ def small_runs() -> Iterator[None]:
     @functools.wraps(original)
     def init(self: Trainer, **given: Any) -> None:
         devices = given.get("devices", "auto")
-        if isinstance(devices, int) and devices != int(os.environ["WORLD_SIZE"]):
-            raise _OtherRanksError(devices)
+        if str(devices).isdecimal() and int(devices) != int(os.environ["WORLD_SIZE"]):
+            raise _OtherRanksError(int(devices))
         steps = given.get("max_steps")
         given["max_steps"] = MOST_STEPS if steps in (None, -1) else min(steps, MOST_STEPS)
         # A logger, as by default: without one Lightning saves into `checkpoints`, where a page may keep its own.

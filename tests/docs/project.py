@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,6 +65,8 @@ DEEPSPEED = {
 }
 RUN = "2026-01-31_14-05-09"
 MODEL = "models/my-llama"
+HYDRA_PROJECT = Path(__file__).parent / "hydra_project"
+"""A project with a train.py of its own that Hydra configures, as templates make them."""
 
 
 def write_project(folder: Path, files: dict[str, str]) -> None:
@@ -82,6 +86,8 @@ def write_project(folder: Path, files: dict[str, str]) -> None:
         "my_texts/one.txt": "Some text of a reader's own.\n" * 4000,
         **{f"my_texts/part_{number}.txt": "Some more of it.\n" * 100 for number in range(40)},
     }
+    if any(name.startswith("configs/") for name in files):
+        shutil.copytree(HYDRA_PROJECT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name, text in {**own, **files}.items():
         path = folder / name
         assert path.resolve().is_relative_to(folder.resolve()), f"{name}: outside of the reader's folder"
@@ -117,12 +123,14 @@ def write_runs(folder: Path) -> None:
 
 
 def leave_behind(words: Sequence[str], folder: Path) -> None:
-    """Write the checkpoint that a command would have left, for those that come after it on the page.
+    """Write the checkpoint or the links that a command would have left, for those that come after it on the page.
 
     Args:
         words: program and arguments.
         folder: that it was typed in.
     """
+    if words[0] == "ln":
+        subprocess.run(words, cwd=folder, check=True)
     keys = dict(word.split("=", 1) for word in words if "=" in word)
     left = None
     if "fit" in words[:3] and "recipe" in keys:

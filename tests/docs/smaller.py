@@ -57,7 +57,9 @@ def small(words: Sequence[str]) -> list[str]:
     Args:
         words: program and arguments; of what is no training they are given back as they are.
     """
-    if not any(verb in words for verb in _TRAINS) or words[0] not in ("trainwright", "torchrun", "python"):
+    is_ours = words[0] in ("trainwright", "torchrun") or words[:3] == ["python", "-m", "trainwright"]
+    is_small = "configs/trainwright" in words  # the project of the Hydra template; it validates between whole epochs
+    if not any(verb in words for verb in _TRAINS) or not is_ours or is_small:
         return [_several_agents(word) for word in words] if words[0] == "torchrun" else list(words)
     if "launch=kubernetes" in words:
         return list(words)  # it writes a manifest and starts nothing
@@ -78,7 +80,8 @@ def small(words: Sequence[str]) -> list[str]:
 def as_processes(words: Sequence[str]) -> list[list[str]]:
     """Return the processes to start: one, or one agent of torchrun for each machine."""
     programs = Path(sys.executable).parent
-    program = {"python": sys.executable, "python3": sys.executable}.get(words[0], str(programs / words[0]))
+    program = sys.executable if words[0] in ("python", "python3") else words[0]
+    program = str(programs / program) if (programs / program).exists() else program
     nodes = next((int(word.partition("=")[2]) for word in words if word.startswith("--nnodes=")), 1)
     return [[program, *words[1:]]] * (nodes if words[0] == "torchrun" else 1)
 

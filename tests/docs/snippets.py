@@ -84,7 +84,7 @@ def main(asked: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     outcome = Outcome()
     with ThreadPoolExecutor(WORKERS) as pool:
-        for page, done in [(page, pool.submit(_run_page, page, outcome)) for page in asked or pages()]:
+        for page, done in [(page, pool.submit(run_page, page, outcome)) for page in asked or pages()]:
             if (error := done.exception()) is not None:
                 outcome.failed.append(f"{page}: the rest did not run: {error}")
     for reason, lines in outcome.left_out.items():
@@ -95,7 +95,8 @@ def main(asked: Sequence[str]) -> int:
     return 1 if outcome.failed else 0
 
 
-def _run_page(page: str, outcome: Outcome) -> None:
+def run_page(page: str, outcome: Outcome) -> None:
+    """Run the commands of a page in a folder of its own."""
     blocks = blocks_of(page)
     typed = "".join(block.text for block in blocks if block.language in SHELL)
     with tempfile.TemporaryDirectory(prefix="reader_") as name:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 
 from tests.docs.blocks import LANGUAGES, SHELL, Block, blocks_of, hidden_commands, pages, parse
 from tests.docs.blocks import ROOT as REPOSITORY
@@ -194,6 +195,9 @@ def test_configurations(page: str, reader: Callable[[str], Path]) -> None:
         elif block.language == "yaml" and block.mark != "not run":
             yaml.safe_load(block.text)
             problems += [f"{block.place}: {text}" for text in problems_of_yaml(block, folder)]
+        elif block.language in SHELL and "ln -s" in block.text:
+            for words in commands_of(block, folder):
+                leave_behind(words, folder)
     assert not problems, "\n".join(problems)
 
 
@@ -206,9 +210,16 @@ def problems_of_yaml(block: Block, folder: Path) -> list[str]:
         (conf / "recipe" / "lines_of_page.yaml").write_text(text, encoding="utf-8")
         return configured(["recipe=lines_of_page", *others], str(conf))
     path = Path(block.value)
-    if path.parts[0] != "my_conf" or len(path.parts) < 3:
+    if any(f"--config={path}" in other.text for other in blocks_of(block.page)):
+        return []  # of a script of the page, which test_scripts runs
+    group = path.parent.name
+    if path.parts[0] == "configs" and path.parts[1] != "trainwright":  # of a train.py of the reader's
+        with initialize_config_dir(str(folder / "configs"), version_base=None):
+            compose("train", [f"{group}={path.stem}"])
+        return []
+    conf = folder / path.parent.parent
+    if path.parts[0] not in ("my_conf", "configs") or conf == folder:
         return [f"{path}: what is it? A file of a configuration is my_conf/<group>/<choice>.yaml"]
-    group = "/".join(path.parts[1:-1])
     if group == "recipe":
         return configured([f"recipe={path.stem}"], str(conf))
     return compose_checked(["recipe=gpt", f"{group}={path.stem}"], conf).problems
