@@ -40,6 +40,7 @@ from trainwright.command.schema.compose_faults import (
     render_fault,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
+from trainwright.command.schema.moved_keys import move_keys
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.refusal import refused_as
 from trainwright.core.problems import ConfigError, did_you_mean, nearest
@@ -147,6 +148,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Compos
     if result.cfg is not None:
         faults.apply_to(result.cfg)
         result.problems += expand_profile(result.cfg)
+        move_keys(result.cfg)
     return result
 
 
@@ -413,7 +415,12 @@ def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[s
     readers = OmegaConf.to_container(
         OmegaConf.create({key: cfg.get(key) for key in ("module", "data", "callbacks") if key in cfg}), resolve=False
     )
-    problems = []
+    typed = [text for text in overrides if key_of(text).startswith("schedule.")] if cfg.schedule.shape == "none" else []
+    problems = [
+        f"{text}: has no effect with schedule=none, which leaves the learning rate to the module; type "
+        "schedule=constant, linear, cosine or wsd, or leave it out"
+        for text in typed
+    ]
     for name in _REFERRED:
         given = next((text for text in overrides if re.split(r"[.=]", text.lstrip("+~"))[0] == name), None)
         if given is not None and f"${{{name}" not in str(readers):
