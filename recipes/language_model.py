@@ -17,9 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainwright import RunSchedule
 from trainwright.recipes.float8 import to_float8
-
-
-OptimizerFactory = Callable[[Any], Optimizer]
+from trainwright.recipes.muon import OptimizerFactory, build_optimizer
 
 
 class LanguageModule(LightningModule):
@@ -110,7 +108,7 @@ class LanguageModule(LightningModule):
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = self.optimizer_factory([group for group in groups if group["params"]])
+        optimizer = build_optimizer(self, self.optimizer_factory, [group for group in groups if group["params"]])
         if self.warmup_steps is None and self.final_lr_factor is None:
             return optimizer
         schedule = RunSchedule(
