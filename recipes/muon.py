@@ -44,7 +44,9 @@ class Muon(Optimizer):
         self._muon = torch.optim.Muon(none, momentum=momentum, adjust_lr_fn="match_rms_adamw", **shared)
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        super().__init__(_split(groups, lambda p: p.ndim != 2), {**self._adamw.defaults, **self._muon.defaults, "muon": True})
+        super().__init__(
+            _split(groups, lambda p: p.ndim != 2), {**self._adamw.defaults, **self._muon.defaults, "muon": True}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
