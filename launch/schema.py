@@ -251,6 +251,7 @@ class RunConfig:
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: Any = MISSING
+    # Set by the group of the same name: the learning rate of each step.
     schedule: RunSchedule = field(default_factory=RunSchedule)
     # Set by the group of the same name: the device that plans refer to.
     device: DeviceConfig = field(default_factory=lambda: DeviceConfig(name="auto"))

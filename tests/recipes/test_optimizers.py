@@ -26,7 +26,7 @@ from trainwright.recipes.vision.digits import DigitsModule
 LOADER = config_loader()
 # SGD and Adagrad have been choices before.
 ONE_REPLICA = ("tensor", "pipeline")
-NEW = ["adafactor", "adamw", "adamw_8bit", "lion", "muon"]
+NEW = ["adafactor", "adamw_fused", "adamw_8bit", "lion", "muon"]
 SIZES = GPTConfig(layers=2, dim=64, heads=4, seq_len=8)
 WINDOWS = torch.randint(256, (32, 9), generator=torch.Generator().manual_seed(3))
 
@@ -185,7 +185,7 @@ def test_muon_refuses_wrong_values_and_keeps_marked_groups() -> None:
 
 
 def test_fused_adamw() -> None:
-    made = factory("adamw", "gpt", "optimizer.fused=true")([nn.Parameter(torch.ones(2))])
+    made = factory("adamw_fused", "gpt")([nn.Parameter(torch.ones(2))])
     assert made.param_groups[0]["fused"] is True
     assert factory("adamw")([nn.Parameter(torch.ones(2))]).param_groups[0]["fused"] is None
 
