@@ -48,17 +48,14 @@ class Muon(Optimizer):
             _split(groups, lambda p: p.ndim != 2), {**self._adamw.defaults, **self._muon.defaults, "muon": True}
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have gradients; return the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for stepped, is_muon in ((self._muon, True), (self._adamw, False)):
+        for stepped in (self._muon, self._adamw):
             # The state and the groups stay this optimizer's, which may have been loaded or replaced.
-            stepped.state, stepped.param_groups = self.state, [g for g in self.param_groups if g["muon"] is is_muon]
-            stepped.step()
+            groups = [group for group in self.param_groups if group["muon"] is (stepped is self._muon)]
+            stepped.state, stepped.param_groups = self.state, groups
+        loss = self._muon.step(closure)
+        self._adamw.step()
         return loss
 
 
