@@ -43,7 +43,7 @@ def overrides(folder: Path, kind: str, task: Task, seq_len: int) -> list[str]:
         f"adapter={'lora' if kind == 'lora' else 'none'}",
         f"module.pretrained={folder / 'base'}",
         f"module.seq_len={seq_len}",
-        *("module.warmup_steps=0", "module.final_lr_factor=1.0"),
+        *("schedule=constant", "schedule.warmup=0"),
         *(f"optimizer.lr={LR}", f"optimizer.betas={list(BETAS)}"),
         "data._target_=benchmarks.peers.sides.finetune.rows_in_order.RowsInOrder",
         f"+data.count={task.batch * task.total}",

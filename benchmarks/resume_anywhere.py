@@ -104,7 +104,7 @@ def command(place: Place, run_dir: Path, steps: int, *more: str) -> list[str]:
         *(f"devices={place.ranks}", "accelerator=cpu", f"max_steps={steps}", f"run_dir={run_dir}"),
         *(f"global_batch_size={_GLOBAL_BATCH}", f"micro_batch_size={micro}"),
         # The rate must not depend on where the run stops.
-        f"module.schedule_steps={END}",
+        f"schedule.total_steps={END}",
         *("callbacks.sample=null", "logger=csv", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=0"),
         *more,
     ]

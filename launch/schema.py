@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from trainwright.callbacks.end.options import PreemptionOptions
+from trainwright.callbacks.schedule.schedules import RunSchedule
 from trainwright.core.config.options import number, word
 from trainwright.core.problems import ConfigError
 from trainwright.launch.auto_options import AutoOptions, DeepSpeedJSONOptions
@@ -251,6 +252,8 @@ class RunConfig:
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: Any = MISSING
+    # Set by the group of the same name: the learning rate of each step.
+    schedule: RunSchedule = field(default_factory=RunSchedule)
     # Set by the group of the same name: the device that plans refer to.
     device: DeviceConfig = field(default_factory=lambda: DeviceConfig(name="auto"))
 
@@ -267,6 +270,7 @@ TYPES: dict[str, dict[str, type]] = {
     },
     "preemption": {"preemption": PreemptionConfig},
     "trainer": {"trainer": TrainerConfig},
+    "schedule": {"schedule": RunSchedule},
     "device": {"device": DeviceConfig},
 }
 """Types that the choices of a group are based on, by name."""

@@ -27,6 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.callbacks.inject.sentences import make_faults
 from trainwright.callbacks.progress.throughput import Throughput
+from trainwright.callbacks.schedule.learning_rate_schedule import LearningRateSchedule
+from trainwright.callbacks.schedule.schedules import RunSchedule
 from trainwright.checkpoint.memory.snapshots import PENDING, Snapshot
 from trainwright.checkpoint.read.candidates import LAST
 from trainwright.core.config.masking import MaskedParameters
@@ -151,7 +153,7 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     callbacks = [built for group in ("monitor", "checkpoint", "callbacks") for built in _build_all(cfg, group)]
     _set_peak_flops(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
-    callbacks += _watchdog(cfg, callbacks)
+    callbacks += [*_watchdog(cfg, callbacks), *scheduled(cfg, callbacks)]
     # The guard comes last, because it checks what the others may have changed.
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg, "guard"), *more_callbacks]
     known = runs_before(Path(cfg.run_dir), cfg.ckpt_path)
@@ -195,6 +197,13 @@ def _set_peak_flops(cfg: DictConfig, callbacks: Sequence[Callback]) -> None:
     peak = peak_flops_of(cfg) if ignorant else None
     for callback in ignorant:
         callback.peak_flops = peak
+
+
+def scheduled(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the learning rate's schedule, unless it is the module's or one of the callbacks."""
+    if cfg.schedule.shape == "none" or any(isinstance(callback, LearningRateSchedule) for callback in callbacks):
+        return []
+    return [LearningRateSchedule(RunSchedule(**cfg.schedule))]
 
 
 def _watchdog(cfg: DictConfig, callbacks: Sequence[Callback]) -> list[Callback]:

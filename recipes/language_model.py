@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,36 +11,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainwright import RunSchedule
 from trainwright.recipes.float8 import to_float8
-
-
-def learning_rate_factor(step: int, warmup_steps: int, total_steps: float, final_factor: float) -> float:
-    """Return the factor on the base learning rate: linear warm-up, half a cosine to ``final_factor``, then constant.
-
-    Args:
-        step: optimizer steps done, from 0.
-        warmup_steps: steps until the factor is 1; 0 is off. Step 0 already has ``1 / (warmup_steps + 1)``, since a
-            step at rate 0 would be wasted.
-        total_steps: step of reaching ``final_factor``; ``math.inf``: the factor stays 1 after the warm-up.
-        final_factor: the factor at the end, 0 to 1; 1 is off.
-
-    Returns:
-        Factor from 0 to 1.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    if math.isinf(total_steps):
-        return 1.0
-    if step >= total_steps:
-        return final_factor
-    progress = (step - warmup_steps) / max(1.0, total_steps - warmup_steps)
-    return final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-OptimizerFactory = Callable[[Any], Optimizer]
+from trainwright.recipes.muon import OptimizerFactory, build_optimizer
 
 
 class LanguageModule(LightningModule):
@@ -55,9 +30,9 @@ class LanguageModule(LightningModule):
         seq_len: trained tokens per window.
         optimizer: takes parameters (or parameter groups) and returns the optimizer; ``None``: AdamW with learning rate
             4e-3, betas (0.9, 0.95), weight decay 0.1. Weight decay always applies to matrices only.
-        warmup_steps: optimizer steps of linear warm-up; 0 is off.
+        warmup_steps: optimizer steps of linear warm-up; 0 or ``None`` is off.
         schedule_steps: optimizer steps until the cosine reaches ``final_lr_factor``; ``None``: the run's own length.
-        final_lr_factor: learning rate at the end as a part of the peak; 1 is off.
+        final_lr_factor: learning rate at the end as a part of the peak; 1 or ``None`` is off.
         float8: see :func:`~trainwright.recipes.float8.to_float8`; ``None`` is off.
     """
 
@@ -70,9 +45,9 @@ class LanguageModule(LightningModule):
         self,
         seq_len: int,
         optimizer: OptimizerFactory | None = None,
-        warmup_steps: int = 20,
+        warmup_steps: int | None = 20,
         schedule_steps: int | None = None,
-        final_lr_factor: float = 0.1,
+        final_lr_factor: float | None = 0.1,
         float8: str | None = None,
     ) -> None:
         super().__init__()
@@ -132,12 +107,19 @@ class LanguageModule(LightningModule):
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = self.optimizer_factory([group for group in groups if group["params"]])
-        steps = self.trainer.estimated_stepping_batches if self.schedule_steps is None else self.schedule_steps
-        factor = partial(
-            learning_rate_factor, warmup_steps=self.warmup_steps, total_steps=steps, final_factor=self.final_lr_factor
+        optimizer = build_optimizer(self, self.optimizer_factory, [group for group in groups if group["params"]])
+        if self.warmup_steps is None and self.final_lr_factor is None:
+            return optimizer
+        schedule = RunSchedule(
+            "cosine",
+            self.warmup_steps or 0,
+            final_factor=1.0 if self.final_lr_factor is None else self.final_lr_factor,
+            total_steps=self.schedule_steps,
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        if schedule.total_steps is None:
+            schedule = schedule.of_run(self.trainer.estimated_stepping_batches)
+        rates = LambdaLR(optimizer, schedule.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
 
     def _losses(self, windows: Tensor) -> Tensor:
         """Return nats per token, float32 ``(B, T)``, of windows ``(B, T + 1)``."""

@@ -62,7 +62,8 @@ class LearningRateSchedule(Callback):
         schedule: from :mod:`trainwright.callbacks.schedule.schedules`.
 
     Raises:
-        ValueError: (when training starts) if the module has several optimizers or optimizes manually.
+        ValueError: (when training starts) if the module has several optimizers or optimizes manually, or if the
+            schedule needs the length of the run and it is unknown.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -75,7 +76,8 @@ class LearningRateSchedule(Callback):
             how = f"{len(optimizers)} optimizers" if len(optimizers) != 1 else "manual optimization"
             raise ValueError(
                 f"LearningRateSchedule needs one optimizer and automatic optimization; {type(pl_module).__name__} has "
-                f"{how}. Schedule learning rates in the module, and type callbacks.learning_rate_schedule=null."
+                f"{how}. Schedule learning rates in the module, and type schedule=none "
+                "(callbacks.learning_rate_schedule=null, if you have set that)."
             )
-        scheduler = ScheduledRate(optimizers[0], self.schedule)
+        scheduler = ScheduledRate(optimizers[0], self.schedule.of_run(trainer.estimated_stepping_batches))
         trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler, interval="step")]

@@ -1,17 +1,20 @@
 """Learning rates as functions of the number of optimizer steps.
 
-Each is what DeepSpeed's scheduler of that name sets (deepspeed.readthedocs.io, "Learning Rate Schedulers"), step by
-step: it sets a rate once before training and then after each optimizer step, so the second step still has the first
-rate of the schedule.
+:class:`RunSchedule` is what ``schedule=`` sets. Each other one is what DeepSpeed's scheduler of that name sets
+(deepspeed.readthedocs.io, "Learning Rate Schedulers"), step by step: it sets a rate once before training and then after
+each optimizer step, so the second step still has the first rate of the schedule.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from trainwright.core.config.options import number, refuse, value_problems
+from omegaconf import DictConfig
+
+from trainwright.core.config.options import number, refuse, value_problems, word
 
 Rate = float | list[float]
 Shape = Literal["log", "linear"]
@@ -35,6 +38,10 @@ class Schedule:
         """
         raise NotImplementedError
 
+    def of_run(self, steps: float) -> Schedule:
+        """Return the schedule of a run of so many optimizer steps; ``math.inf`` or negative: its length is unknown."""
+        return self
+
     def betas(self, steps: int, group: int) -> tuple[float, float] | None:
         """Return the betas of the next optimizer step; `None`: unchanged."""
         return None
@@ -42,6 +49,77 @@ class Schedule:
     def lengths(self) -> list[int]:
         """Return the lengths of lists of rates, one rate per parameter group."""
         return [len(value) for value in vars(self).values() if isinstance(value, list)]
+
+
+@dataclass
+class RunSchedule(Schedule):
+    """Linear warm-up, the optimizer's own rate, and a decay to a fraction of it that ends with the run.
+
+    Lengths are optimizer steps, or below 1 fractions of the run. The first step already has `1 / (warmup + 1)` of the
+    rate, since a step at rate 0 would be wasted. A run of unknown length has no decay.
+
+    Raises:
+        ValueError: for a value that its field does not allow, or a fraction of a run of unknown length.
+    """
+
+    # Form of the decay: linear, cosine, constant (no decay), none (the module's own schedule); set by the group.
+    shape: str = word("none", "none", "constant", "linear", "cosine")
+    # Length of the warm-up, in optimizer steps, or below 1 as a fraction of the run; 0 = off.
+    warmup: float = number(0.0)
+    # Length of the decay, in optimizer steps, or below 1 as a fraction of the run; null = all after the warm-up.
+    decay: float | None = number(None, above=0)
+    # Learning rate at the end, as a fraction of the optimizer's; 1 = no decay.
+    final_factor: float = number(0.1, most=1)
+    # Optimizer steps of the whole schedule; null = the length of the run.
+    total_steps: int | None = number(None, least=1)
+
+    def __post_init__(self) -> None:
+        refuse(value_problems(type(self), vars(self)), type(self).__name__)
+
+    def of_run(self, steps: float) -> RunSchedule:
+        """See :class:`Schedule`."""
+        if self.total_steps is not None:
+            return self
+        is_known = 0 < steps < math.inf
+        refuse([] if is_known else self.fractions())
+        return replace(self, total_steps=int(steps)) if is_known else self
+
+    def fractions(self) -> Iterator[str]:
+        """Yield why each length that is a fraction needs the length of the run."""
+        for name in ("warmup", "decay"):
+            if 0 < (value := getattr(self, name) or 0) < 1:
+                yield (
+                    f"schedule.{name}={value:g} is a fraction of a run whose length is unknown. Type "
+                    f"schedule.total_steps=1000 (or max_steps=1000), or give schedule.{name} in optimizer steps"
+                )
+
+    def factor(self, steps: int) -> float:
+        """Return the factor, 0 to 1, on the optimizer's rate after `steps` optimizer steps."""
+        warmup = self._steps(self.warmup)
+        if steps < warmup:
+            return (steps + 1) / (warmup + 1)
+        if self.shape == "constant" or self.total_steps is None:
+            return 1.0
+        if steps >= self.total_steps:
+            return self.final_factor
+        start = warmup if self.decay is None else max(warmup, self.total_steps - self._steps(self.decay))
+        way = max(0.0, steps - start) / max(1.0, self.total_steps - start)
+        left = 1 - way if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * way))
+        return self.final_factor + (1 - self.final_factor) * left
+
+    def rate(self, steps: int, base: float, group: int) -> float:
+        """See :class:`Schedule`."""
+        return base * self.factor(steps)
+
+    def _steps(self, length: float) -> float:
+        return round(length * (self.total_steps or 0)) if length < 1 else length
+
+
+def schedule_problems(cfg: DictConfig) -> Iterator[str]:
+    """Yield what is wrong with ``schedule`` in a resolved configuration, besides the values of its keys."""
+    schedule = RunSchedule(**cfg.schedule)
+    if schedule.total_steps is None and cfg.max_steps is None and cfg.max_epochs is None:
+        yield from schedule.fractions()
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from trainwright.command.schema.compose_faults import (
     render_fault,
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
+from trainwright.command.schema.moved_keys import move_keys
 from trainwright.core.config.override_words import typed as typed_value
 from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.failures.error_text import first_line
@@ -150,6 +151,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Compos
     if result.cfg is not None:
         faults.apply_to(result.cfg)
         result.problems += expand_profile(result.cfg)
+        move_keys(result.cfg)
     return result
 
 
@@ -481,7 +483,12 @@ def _unread_keys(cfg: DictConfig) -> list[str]:
 
 def _choices_without_effect(overrides: Sequence[str], cfg: DictConfig) -> list[str]:
     """Return overrides that the recipe never reads, and that would be ignored silently."""
-    problems = []
+    typed = [text for text in overrides if key_of(text).startswith("schedule.")] if cfg.schedule.shape == "none" else []
+    problems = [
+        f"{text}: has no effect with schedule=none, which leaves the learning rate to the module; type "
+        "schedule=constant, linear, cosine or wsd, or leave it out"
+        for text in typed
+    ]
     for name in _unread_keys(cfg):
         given = next((text for text in overrides if re.split(r"[.=]", text.lstrip("+~"))[0] == name), None)
         if given is not None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def problem_of_target(key: str, target: str) -> str | None:
     if spec is None:
         return (
             f"{where}: there is no module {parts[0]!r}; it must be installed, or lie in the directory where the "
-            "command is started, or on PYTHONPATH"
+            f"command is started, or on PYTHONPATH{_install(parts[0])}"
         )
     rest = parts[consumed:]
     module = ".".join(parts[:consumed])
@@ -91,6 +92,19 @@ def problem_of_target(key: str, target: str) -> str | None:
         return f"{where}: {parts[-1]} has moved; type {key}._target_={' or '.join(places)}"
     defined = sorted(f"{module}.{name}" for name, is_own in names.items() if is_own and not name.startswith("_"))
     return f"{where}: {module} has no {rest[0]!r}; {did_you_mean(f'{module}.{rest[0]}', defined, 'it defines')}"
+
+
+def _install(module: str) -> str:
+    """Return the command that installs a module of an extra; empty for others."""
+    try:
+        required = requires(_OWN) or []
+    except PackageNotFoundError:  # imported from its source
+        return ""
+    for text in required:
+        found = re.match(r"([\w-]+).*extra == [\"'](?!dev)(\w+)", text)
+        if found and found[1].replace("-", "_").lower() == module:
+            return f'. Type: pip install "{_OWN}[{found[2]}]"'
+    return ""
 
 
 def _places_of(name: str) -> list[str]:

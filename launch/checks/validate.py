@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainwright.callbacks.guard.options import guard_refusals
 from trainwright.callbacks.inject.sentences import inject_problems
+from trainwright.callbacks.schedule.schedules import schedule_problems
 from trainwright.core.config.missing import missing_values, resolved, without_missing
 from trainwright.core.config.targets import problem_of_target, targets_in
 from trainwright.core.device_profiles import profile_problems
@@ -157,6 +158,7 @@ def _checks(
         lambda: restart_problems(cfg, verb, surroundings.world_size is not None and not engines.uses_engine(cfg)),
         lambda: preemption_refusals(cfg, verb),
         lambda: guard_refusals(cfg),
+        lambda: schedule_problems(cfg),
         lambda: data_problems(cfg),
         lambda: loss_scale_problems(dict(cfg.trainer.loss_scale), cfg.precision),
         lambda: strategy_problems(cfg, run, options),

@@ -20,9 +20,9 @@ class GPTModule(LanguageModule):
         config: sizes of the model; ``None``: the size ``nano``.
         optimizer: takes parameters (or parameter groups) and returns the optimizer; ``None``: AdamW with learning rate
             4e-3, betas (0.9, 0.95), weight decay 0.1. Weight decay always applies to matrices only.
-        warmup_steps: optimizer steps of linear warm-up; 0 is off.
+        warmup_steps: optimizer steps of linear warm-up; 0 or ``None`` is off.
         schedule_steps: optimizer steps until the cosine reaches ``final_lr_factor``; ``None``: the run's own length.
-        final_lr_factor: learning rate at the end as a part of the peak; 1 is off.
+        final_lr_factor: learning rate at the end as a part of the peak; 1 or ``None`` is off.
         meta: build the model in ``configure_model`` without memory (``torch.device("meta")``), for strategies that
             initialize it shard by shard; ``False`` builds it in the constructor.
         float8: see :func:`~trainwright.recipes.float8.to_float8`; ``None`` is off.
@@ -34,9 +34,9 @@ class GPTModule(LanguageModule):
         self,
         config: GPTConfig | None = None,
         optimizer: OptimizerFactory | None = None,
-        warmup_steps: int = 20,
+        warmup_steps: int | None = 20,
         schedule_steps: int | None = None,
-        final_lr_factor: float = 0.1,
+        final_lr_factor: float | None = 0.1,
         meta: bool = False,
         float8: str | None = None,
     ) -> None:

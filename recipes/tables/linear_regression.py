@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
+from trainwright.recipes.muon import build_optimizer
 from trainwright.recipes.vision.bundled_data import diabetes
 
 
@@ -114,7 +115,7 @@ class LinearRegression(LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """Return the optimizer of all parameters."""
-        return self.optimizer_factory(self.parameters())
+        return build_optimizer(self, self.optimizer_factory, [{"params": list(self.parameters())}])
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """Return coefficients ``(features,)`` and intercept ``()`` on the CPU. All ranks must call this."""

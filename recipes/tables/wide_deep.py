@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainwright.recipes.muon import build_optimizer
+
 COLUMNS: Mapping[str, int] = {"user": 1000, "item": 400, "site": 60, "device": 8}
 """Categorical columns and their numbers of distinct values."""
 
@@ -210,7 +212,7 @@ class WideDeep(LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """Return the optimizer of all parameters."""
-        return self.optimizer_factory(self.parameters())
+        return build_optimizer(self, self.optimizer_factory, [{"params": list(self.parameters())}])
 
     def _loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         ids, dense, clicked = batch

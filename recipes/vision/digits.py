@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainwright.recipes.muon import build_optimizer
 from trainwright.recipes.vision.bundled_data import digits
 
 SPLIT_SEED = 0
@@ -91,7 +92,7 @@ class DigitsModule(LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """Return the optimizer of all parameters."""
-        return self.optimizer_factory(self.parameters())
+        return build_optimizer(self, self.optimizer_factory, [{"params": list(self.parameters())}])
 
     def _log_held_out(self, stage: str, images: Tensor, classes: Tensor) -> None:
         logits = self(images)

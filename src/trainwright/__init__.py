@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from trainwright.callbacks.end.preemption import Preempted, Preemption
     from trainwright.callbacks.guard.loss_guard import LossGuard
     from trainwright.callbacks.save.run_state import RunStateCheckpoint
+    from trainwright.callbacks.schedule.learning_rate_schedule import LearningRateSchedule
+    from trainwright.callbacks.schedule.schedules import RunSchedule
     from trainwright.command.run import run
     from trainwright.command.schema.compose import compose
     from trainwright.core.config.options import checked, number, value_problems, word
@@ -67,6 +69,8 @@ _LOCATIONS = {
     "Preempted": "trainwright.callbacks.end.preemption",
     "Preemption": "trainwright.callbacks.end.preemption",
     "RunStateCheckpoint": "trainwright.callbacks.save.run_state",
+    "LearningRateSchedule": "trainwright.callbacks.schedule.learning_rate_schedule",
+    "RunSchedule": "trainwright.callbacks.schedule.schedules",
     "CheckpointError": "trainwright.core.errors",
     "DamagedCheckpoint": "trainwright.core.errors",
     "DealtStream": "trainwright.trainer.data.streams.dealt",
@@ -96,6 +100,7 @@ __all__ = [
     "HybridOptions",
     "HybridStrategy",
     "Layout",
+    "LearningRateSchedule",
     "LocalSGDStrategy",
     "LossGuard",
     "ModelPlan",
@@ -104,6 +109,7 @@ __all__ = [
     "PlannedRun",
     "Preempted",
     "Preemption",
+    "RunSchedule",
     "RunStateCheckpoint",
     "ShardedStream",
     "SingleDeviceStrategy",

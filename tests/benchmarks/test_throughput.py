@@ -93,8 +93,8 @@ def test_the_loop_written_by_hand_uses_the_optimizer_of_the_recipe():
     assert [training.optimizer.param_groups[0][n] for n in names] == [ours.param_groups[0][n] for n in names]
     assert training.optimizer.param_groups[0]["initial_lr"] == ours.param_groups[0]["lr"]
     assert training.run.clip == cfg.trainer.gradient_clip_val
-    assert cfg.module.warmup_steps == 20
-    assert cfg.module.final_lr_factor == 0.1
+    assert cfg.schedule.warmup == 20
+    assert cfg.schedule.final_factor == 0.1
 
 
 def test_operations_of_a_token():

@@ -28,7 +28,7 @@ class Recipe:
         own_optimizer_keys: arguments of the optimizer that remain with any choice of the group.
         takes_optimizer: whether the module uses `${optimizer}`; False: it configures its own.
         max_steps: optimizer steps; None: no limit.
-        warmup_steps: `module.warmup_steps`; None if the module has no such argument.
+        warmup_steps: of its schedule; None if it has none.
         axes: sizes of `pipeline`, `tensor`, `context` and `expert` of its strategy.
         gradient_clip_val: None: off.
     """
@@ -68,7 +68,7 @@ def recipe_of(cfg: DictConfig, with_least: DictConfig | None = None) -> Recipe:
         own_optimizer_keys=frozenset() if with_least is None else frozenset(_plain(with_least.optimizer)),
         takes_optimizer="${optimizer}" in str(raw),
         max_steps=cfg.max_steps,
-        warmup_steps=_whole(cfg, "module.warmup_steps"),
+        warmup_steps=_warmup(cfg),
         axes={name: size for name, size in axes.items() if isinstance(size, int) and size > 1},
         gradient_clip_val=cfg.trainer.gradient_clip_val,
     )
@@ -94,9 +94,15 @@ def _plain(node: Any) -> dict[str, Any]:
     return dict(plain)
 
 
+def _warmup(cfg: DictConfig) -> int | None:
+    own = _whole(cfg, "module.warmup_steps")
+    return _whole(cfg, "schedule.warmup") if own is None and cfg.schedule.shape != "none" else own
+
+
 def _whole(cfg: DictConfig, key: str) -> int | None:
     try:
         value = OmegaConf.select(cfg, key)
     except OmegaConfBaseException:
         return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+    return int(value) if is_whole else None
