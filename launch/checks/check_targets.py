@@ -37,7 +37,7 @@ def _lacks(target: str, hook: str) -> bool:
         node, bases = definition(path)
         if path.startswith(_LIBRARIES) or (node is None and bases):
             continue
-        if not _is_plain(node) or isinstance(node, ast.FunctionDef):
+        if not isinstance(node, ast.ClassDef) or not _is_plain(node):
             return False
         bound = (each for each in ast.walk(node) if not isinstance(getattr(each, "ctx", None), ast.Load))
         if any(hook == getattr(each, name, None) for each in bound for name in ("name", "id", "attr", "value")):
@@ -89,6 +89,6 @@ def _constructor(target: str) -> ast.FunctionDef | None:
         inits = [each for each in getattr(node, "body", ()) if getattr(each, "name", "") in ("__init__", "__new__")]
         found = node if isinstance(node, ast.FunctionDef) else inits[-1] if inits else None
         if found is not None or not _is_plain(node) or len(bases) != 1:
-            is_known = _is_plain(node) and _is_plain(found) and found.name != "__new__"
-            return found if is_known else None
+            is_known = isinstance(found, ast.FunctionDef) and found.name != "__new__"
+            return found if is_known and _is_plain(node) and _is_plain(found) else None
     return None

@@ -86,6 +86,11 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_literal_secrets_are_masked(tmp_path: Path) -> None:
     """Ten secrets are typed; the configuration that is printed and the page of the run show none of them."""
     conf = write_project(tmp_path)
+    classes = (tmp_path / "my_module.py").read_text(encoding="utf-8")
+    taking_more = classes.replace("sleep=0.0):", "sleep=0.0, **more):").replace(
+        "batch_size=4):", "batch_size=4, **more):"
+    )
+    (tmp_path / "my_module.py").write_text(taking_more, encoding="utf-8")
     words = [
         "+module.api_key=SHOWN_1",
         "+module.db.password=SHOWN_2",
