@@ -17,8 +17,8 @@ IN_PYTHON = """
 import trainwright
 from trainwright.recipes.hugging_face.causal_lm import HuggingFaceModule
 from lightning.pytorch.demos.boring_classes import BoringModel
-HuggingFaceModule({"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-                   "num_attention_heads": 1, "num_key_value_heads": 1})
+HuggingFaceModule({"model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8,
+                   "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1})
 quiet = {"enable_progress_bar": False, "enable_model_summary": False, "max_steps": 1}
 trainwright.Trainer(accelerator="cpu", devices=1, **quiet).fit(BoringModel())
 print("own line", flush=True)
