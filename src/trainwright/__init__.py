@@ -6,6 +6,8 @@ Public names are loaded on first use: `import trainwright` and `trainwright --he
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trainwright.core.text.library_messages import drop_library_messages
+
 if TYPE_CHECKING:
     from trainwright.callbacks.end.preemption import Preempted, Preemption
     from trainwright.callbacks.guard.loss_guard import LossGuard
@@ -130,6 +132,9 @@ __all__ = [
     "value_problems",
     "word",
 ]
+
+
+drop_library_messages()
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ from trainwright.strategies.base.certificate.certified import Certified
 from trainwright.strategies.base.data_peers import DataPeers
 from trainwright.strategies.base.deprecated_names import read_deprecated_name, refuse_deprecated_names
 from trainwright.strategies.base.measures import Measures
-from trainwright.strategies.base.notebook import fork_in_notebook
+from trainwright.strategies.base.notebook import fork_in_notebook, weights_of_ended_ranks
 from trainwright.strategies.base.whole.view import end_view
 from trainwright.strategies.contract import same_model
 from trainwright.strategies.contract.collectives.data import forget_groups, gather_stacked
@@ -395,10 +395,15 @@ class LayoutStrategy(Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file. A collective.
 
+        In a notebook, after its ranks have ended, the weights are written to a file.
+
         Raises:
             CheckpointError: on every rank, if one failed; an existing checkpoint stays intact.
         """
-        if self._own_io:
+        weights = weights_of_ended_ranks(self, checkpoint)
+        if weights is not None:
+            super().save_checkpoint(weights, filepath, storage_options)
+        elif self._own_io:
             self._save_plain(self.replicas.averaged(checkpoint), filepath, storage_options)
         else:
             self.state.save(self.run_state(checkpoint), filepath, storage_options)

@@ -117,6 +117,55 @@ def test_notebook_knows_the_run_states_of_its_ranks(notebook: None, tmp_path: Pa
     assert saver.last_model_path == saver.best_model_path == str(tmp_path / "states/step=3")
 
 
+class Logging(Module):
+    """Logs more than one pipe holds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({f"value_{index}": float(index) for index in range(150)})
+        self.log("shown", 1.0, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", super().validation_step(batch, batch_idx)["x"], sync_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "saver"),
+    [
+        ("zero3", RunStateCheckpoint("states", monitor="val_loss", keep_best=1)),
+        (None, ModelCheckpoint(monitor="val_loss", save_last=True)),  # finds its folder in the ranks
+        ("parameter_server", RunStateCheckpoint("states")),
+    ],
+)
+def test_trainer_in_notebook_continues_after_its_ranks(notebook: None, strategy: str | None, saver: Any) -> None:
+    kwargs = {} if strategy is None else {"strategy": strategy}
+    limits = {"max_epochs": 2, "max_steps": -1, "limit_train_batches": 3, "limit_val_batches": 2}
+    trainer = trainer_of(devices=2, callbacks=[saver], enable_checkpointing=True, **limits, **kwargs)
+    module = Logging()
+    trainer.fit(module)
+    assert (trainer.global_step, trainer.current_epoch) == (6, 2)
+    for metrics in (trainer.callback_metrics, trainer.logged_metrics):
+        assert metrics["value_149"] == 149
+        assert "val_loss" in metrics
+    assert trainer.progress_bar_metrics == {"shown": 1.0}
+    assert Path(saver.best_model_path).exists()
+    assert Path(saver.last_model_path).exists()
+    if saver.monitor is not None:
+        assert saver.best_model_score is not None
+        [best] = trainer.validate(ckpt_path="best", verbose=False)
+        assert best["val_loss"] == pytest.approx(saver.best_model_score.item())
+    assert trainer.test(verbose=False) == [{}]
+    with pytest.warns(UserWarning, match=r"ranks have ended.*holds the weights.*fit\(ckpt_path='last'\)"):
+        trainer.save_checkpoint("saved.ckpt")
+    saved = torch.load("saved.ckpt")
+    assert (saved["global_step"], saved["epoch"]) == (6, 2)
+    for name, value in module.state_dict().items():
+        assert torch.equal(saved["state_dict"][name], value), name
+    assert trainer.validate(ckpt_path="saved.ckpt", verbose=False)[0].keys() == {"val_loss"}
+    with pytest.raises(Exception, match="contains only the model"):
+        trainer_of(devices=1, max_steps=9).fit(Logging(), ckpt_path="saved.ckpt")
+
+
 def test_lists_of_hydra() -> None:
     given = {"_target_": "trainwright.Trainer", "accelerator": "cpu", "devices": [0], "enable_progress_bar": False}
     stop, logger = EarlyStopping("loss"), CSVLogger("logs")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -218,13 +219,19 @@ def _parts_of_key(strategy: Any, written: AsWritten, module: nn.Module) -> Itera
     names = {each.name for each in fields(options)} - {*layout.sizes, "expert", "certificate", "checks"}
     yield from (f"{name}={getattr(options, name)!r}" for name in sorted(names))
     yield from (f"{each.name}{each.shape}" for each in written.parameters)
-    for file in sorted({_source_of(type(sub)) for sub in module.modules()} - {""}):
+    files = {_source_of(type(sub)) for sub in module.modules()}
+    for file in sorted(file for file in files if file):
         with open(file, "rb") as source:
             yield hashlib.sha256(source.read()).hexdigest()
+    if None in files:  # cells change from run to run: never the key of another run
+        yield uuid4().hex
 
 
-def _source_of(kind: type) -> str:
+def _source_of(kind: type) -> str | None:
+    """Return the file that defines a class; ``""``: none, ``None``: a cell of a notebook."""
     try:
         return inspect.getsourcefile(kind) or ""
     except TypeError:
         return ""
+    except OSError:
+        return None
