@@ -130,7 +130,7 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
 
 
 def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Composition:
-    problems = _problems_of_config_dir(config_dir)
+    problems = config_dir_problems(config_dir)
     if problems:
         return Composition(problems=problems)
     faults = split_inject(overrides)
@@ -431,7 +431,8 @@ def _remember_typed(cfg: DictConfig, overrides: Sequence[str]) -> None:
         cfg.strategy.keep = sorted({*cfg.strategy.keep, *typed})
 
 
-def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
+def config_dir_problems(config_dir: str | Path | None) -> list[str]:
+    """Return why a folder cannot be searched for groups and choices; [] = it can, or is None."""
     if config_dir is None:
         return []
     folder = Path(config_dir).expanduser()

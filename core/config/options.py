@@ -17,6 +17,13 @@ from trainwright.core.problems import did_you_mean, nearest
 _MOST_SECONDS = 1e9
 _MOST, _FINITE = 2**63 - 1, sys.float_info.max
 _MISSING = "???"
+_JSON: dict[Any, dict[str, Any]] = {
+    int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}, NoneType: {"type": "null"},
+    str: {"type": "string", "pattern": r"\S"}, list: {"type": "array"}, dict: {"type": "object"},
+}  # fmt: skip
+_INNER: dict[Any, str] = {list: "items", dict: "additionalProperties"}
+REFERENCE = {"$ref": "#/$defs/reference"}
+"""JSON Schema of a value that stands elsewhere, like ``${max_steps}``; the document around it defines it."""
 
 
 class NumberBounds(TypedDict, total=False):
@@ -116,6 +123,18 @@ def field_problems(
         yield key, f"{key}={typed(value) if is_typed else repr(value)}: {rule.text(key, value, is_typed)}"
 
 
+def json_schema(item: Field[Any], hint: Any) -> dict[str, Any]:
+    """Return the JSON Schema of the values that a field allows, references included; {} = any value.
+
+    What a function of the field checks is described by its types alone.
+
+    Args:
+        item: the field.
+        hint: its type.
+    """
+    return _Rule(item, hint).json_schema()
+
+
 def require(owner: object, hint: Any, rule: Any, **given: Any) -> None:
     """Check arguments of a constructor that is no dataclass's.
 
@@ -182,6 +201,24 @@ class _Rule:
         given = self.given
         is_between = value > given.get("above", -math.inf) and ("below" not in given or value < given["below"])
         return is_between and bool(given.get("least", 0) <= value <= self.most)
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of what is allowed."""
+        is_word = bool(self.words) and self.elements is None
+        if Any in self.kinds and not (is_word or self.numbers):
+            return {}
+        kinds = dict.fromkeys([*self.numbers, *self.kinds, *([NoneType] if self.has_null else [])])
+        parts = [self._json_of(kind) for kind in kinds if (get_origin(kind) or kind) in _JSON]
+        parts = [{"enum": [*self.words]}, *(part for part in parts if part != _JSON[str])] if is_word else parts
+        return {"anyOf": [*parts, REFERENCE]}
+
+    def _json_of(self, kind: Any) -> dict[str, Any]:
+        names = {"minimum": "least", "maximum": "most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
+        has_bounds = kind in (int, float) and "allows" not in self.given
+        given = {"least": 0, "most": self.most, **self.given} if has_bounds else {}
+        bounds = {name: given[key] for name, key in names.items() if math.isfinite(given.get(key, math.inf))}
+        inner = {_INNER[get_origin(kind)]: _Rule(self.item, get_args(kind)[-1]).json_schema()} if get_args(kind) else {}
+        return {**_JSON[get_origin(kind) or kind], **bounds, **inner}
 
     def text(self, key: str, value: Any, is_typed: bool) -> str:
         """Return what is allowed instead of a value."""
