@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -12,9 +11,8 @@ from omegaconf import MISSING, OmegaConf
 
 from trainwright.command.arguments import Parser
 from trainwright.command.help import description_of, field_comments
-from trainwright.command.schema.compose import choices_of, config_dir_problems, config_loader, group_names
+from trainwright.command.schema.compose import choices_of, config_loader, group_names
 from trainwright.core.config.options import REFERENCE, json_schema
-from trainwright.core.problems import ConfigError
 from trainwright.launch.schema import RunConfig
 from trainwright.tools.verb import OK, run_verb
 
@@ -23,8 +21,6 @@ HELP = """trainwright schema: print the JSON Schema (draft 2020-12) of a recipe'
 usage: trainwright schema [--config-dir DIR]
 
   --config-dir DIR    also allow the recipes, groups and choices in DIR
-
-example: trainwright schema --config-dir my_conf > recipe.schema.json
 """
 
 
@@ -37,16 +33,13 @@ def run_schema_command(words: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 2 the command line was refused.
     """
-    return run_verb("schema", words, HELP, _print, needs_words=False)
+    return run_verb("schema", words, HELP, _print, bare=True)
 
 
 def _print(words: Sequence[str]) -> int:
     parser = Parser("schema")
     parser.add_argument("--config-dir", "-cd")
-    folder = parser.parse_args(words).config_dir
-    if problems := config_dir_problems(folder):
-        raise ConfigError(problems)
-    print(json.dumps(recipe_schema(config_loader(folder)), indent=1, allow_nan=False))
+    print(json.dumps(recipe_schema(config_loader(parser.parse_args(words).config_dir)), indent=1, allow_nan=False))
     return OK
 
 
@@ -61,14 +54,12 @@ def recipe_schema(loader: ConfigLoaderImpl) -> dict[str, Any]:
     for group in keys.keys() & types.keys():
         of_choices = _mapping([OmegaConf.get_type(stored.node) for stored in types[group].values()])
         keys[group].update(anyOf=[of_choices, REFERENCE])
-    words = {f"{word}/{group}": group for word in ("", "override ", "optional ") for group in groups}
-    named = {
-        word: {"anyOf": [{"$ref": f"#/$defs/{group}"}, {"type": ["array", "null"]}]} for word, group in words.items()
-    }
+    places = {group: {"$ref": f"#/$defs/{group.replace('/', '~1')}"} for group in groups}
+    named = {f"{word}/{group}": places[group] for word in ("", "override ", "optional ") for group in groups}
     # A key with @ places a group elsewhere.
     choice = {"type": "object", "properties": named, "patternProperties": {"@": {}}, "additionalProperties": False}
-    items = [{"$ref": "#/$defs/recipe"}, {"type": "string", "pattern": "^(_self_|/.+)$"}, choice]
-    keys["defaults"] = {"description": "Choices of groups, in order.", "type": "array", "items": {"anyOf": items}}
+    text = {"type": "string", "anyOf": [places["recipe"], {"pattern": "^(_self_|/.+)$"}]}
+    keys["defaults"] = {"description": "Choices of groups.", "type": "array", "items": {"anyOf": [text, choice]}}
     reference = {"description": "${another.key}, or ??? for a value that must be given.", "pattern": r"\$\{|^\?\?\?$"}
     definitions = {**{group: _choices(loader, group) for group in groups}, "reference": {"type": "string", **reference}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "$defs": definitions}
@@ -76,9 +67,8 @@ def recipe_schema(loader: ConfigLoaderImpl) -> dict[str, Any]:
 
 def _choices(loader: ConfigLoaderImpl, group: str) -> dict[str, Any]:
     names = choices_of(loader, group)
-    return {
-        "anyOf": [*({"const": each, "description": description_of(loader, group, each)} for each in names), REFERENCE]
-    }
+    found = [{"const": name, "description": description_of(loader, group, name)} for name in names]
+    return {"anyOf": [*found, {"type": ["array", "null"]}, REFERENCE]}
 
 
 def _mapping(types: Sequence[type]) -> dict[str, Any]:
@@ -86,13 +76,12 @@ def _mapping(types: Sequence[type]) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {}
     for schema in types:
         comments, hints = field_comments(schema), get_type_hints(schema)
+        defaults: Any = OmegaConf.to_container(OmegaConf.structured(schema))
         for item in fields(schema):
-            hint, usual = hints[item.name], item.default
-            usual = usual if item.default_factory is NO_DEFAULT else item.default_factory()
+            hint, usual = hints[item.name], defaults[item.name]
             key = {"anyOf": [_mapping([hint]), REFERENCE]} if is_dataclass(hint) else json_schema(item, hint)
             key |= {"description": comments[item.name]} if item.name in comments else {}
-            key |= {} if usual in (NO_DEFAULT, MISSING) or is_dataclass(usual) else {"default": usual}
-            found.setdefault(item.name, []).append(key)
-    distinct = {name: [key for at, key in enumerate(keys) if key not in keys[:at]] for name, keys in found.items()}
-    keys = {name: each[0] if len(each) == 1 else {"anyOf": each} for name, each in distinct.items()}
+            key |= {} if usual == MISSING else {"default": usual}
+            found[item.name] = [*(other for other in found.get(item.name, []) if other != key), key]
+    keys = {name: each[0] if len(each) == 1 else {"anyOf": each} for name, each in found.items()}
     return {"type": "object", "properties": keys, "additionalProperties": False}

@@ -10,9 +10,7 @@ from trainwright.core.problems import ConfigError
 OK, FAILED, REFUSED = 0, 1, 2
 
 
-def run_verb(
-    verb: str, words: Sequence[str], usage: str, run: Callable[[list[str]], int], needs_words: bool = True
-) -> int:
+def run_verb(verb: str, words: Sequence[str], usage: str, run: Callable[[list[str]], int], bare: bool = False) -> int:
     """Run a verb, or print its usage if it lacks arguments; print errors to stderr.
 
     Args:
@@ -20,14 +18,14 @@ def run_verb(
         words: the command line after `trainwright`, verb included.
         usage: for `--help`.
         run: takes the other words and returns the exit code.
-        needs_words: whether it cannot run without arguments.
+        bare: whether it also runs without arguments.
 
     Returns:
         The exit code: 0 success, 1 a rank failed or a checkpoint is damaged, 2 the command line was refused.
     """
     rest = list(words)
     rest.remove(verb)
-    if "-h" in rest or "--help" in rest or (needs_words and not rest):
+    if "-h" in rest or "--help" in rest or not (rest or bare):
         print(usage, end="")
         return OK if rest else REFUSED
     try:

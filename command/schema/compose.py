@@ -122,7 +122,7 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
     """Compose as `compose` does, but return the problems instead of raising them.
 
     Raises:
-        ConfigError: if the faulty override cannot be determined.
+        ConfigError: if the faulty override cannot be determined, or `config_dir` cannot be searched.
     """
     recipe = next((text for text in overrides if key_of(text) == "recipe"), "these overrides")
     with refused_as(f"the configuration of {recipe} cannot be composed"):
@@ -130,9 +130,6 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
 
 
 def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Composition:
-    problems = config_dir_problems(config_dir)
-    if problems:
-        return Composition(problems=problems)
     faults = split_inject(overrides)
     loader = config_loader(config_dir)
     expansion: Expansion[ImportReport] | None = None
@@ -181,7 +178,12 @@ def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
 
     It is built directly, because Hydra's entry points share one global instance with programs that use Hydra
     themselves.
+
+    Raises:
+        ConfigError: if `config_dir` is no folder, or has files with the names of the package's.
     """
+    if problems := _problems_of_config_dir(config_dir):
+        raise ConfigError(problems)
     register_schema()
     Plugins.instance()  # registers the kinds of config sources
     path = ConfigSearchPathImpl()
@@ -431,8 +433,7 @@ def _remember_typed(cfg: DictConfig, overrides: Sequence[str]) -> None:
         cfg.strategy.keep = sorted({*cfg.strategy.keep, *typed})
 
 
-def config_dir_problems(config_dir: str | Path | None) -> list[str]:
-    """Return why a folder cannot be searched for groups and choices; [] = it can, or is None."""
+def _problems_of_config_dir(config_dir: str | Path | None) -> list[str]:
     if config_dir is None:
         return []
     folder = Path(config_dir).expanduser()

@@ -17,13 +17,10 @@ from trainwright.core.problems import did_you_mean, nearest
 _MOST_SECONDS = 1e9
 _MOST, _FINITE = 2**63 - 1, sys.float_info.max
 _MISSING = "???"
-_JSON: dict[Any, dict[str, Any]] = {
-    int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}, NoneType: {"type": "null"},
-    str: {"type": "string", "pattern": r"\S"}, list: {"type": "array"}, dict: {"type": "object"},
-}  # fmt: skip
+_JSON = {int: "integer", float: "number", bool: "boolean", NoneType: "null", list: "array", dict: "object"}
 _INNER: dict[Any, str] = {list: "items", dict: "additionalProperties"}
+# JSON Schema of a value that stands elsewhere, like ${max_steps}; the document around it defines it.
 REFERENCE = {"$ref": "#/$defs/reference"}
-"""JSON Schema of a value that stands elsewhere, like ``${max_steps}``; the document around it defines it."""
 
 
 class NumberBounds(TypedDict, total=False):
@@ -208,17 +205,17 @@ class _Rule:
         if Any in self.kinds and not (is_word or self.numbers):
             return {}
         kinds = dict.fromkeys([*self.numbers, *self.kinds, *([NoneType] if self.has_null else [])])
-        parts = [self._json_of(kind) for kind in kinds if (get_origin(kind) or kind) in _JSON]
-        parts = [{"enum": [*self.words]}, *(part for part in parts if part != _JSON[str])] if is_word else parts
-        return {"anyOf": [*parts, REFERENCE]}
+        named = [self._json_of(kind) for kind in kinds if (get_origin(kind) or kind) in _JSON]
+        text = [{"type": "string", "pattern": r"\S"}] if str in self.kinds else []
+        return {"anyOf": [*([{"enum": [*self.words]}] if is_word else text), *named, REFERENCE]}
 
     def _json_of(self, kind: Any) -> dict[str, Any]:
         names = {"minimum": "least", "maximum": "most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
-        has_bounds = kind in (int, float) and "allows" not in self.given
-        given = {"least": 0, "most": self.most, **self.given} if has_bounds else {}
+        is_bounded = kind in (int, float) and "allows" not in self.given
+        given = {"least": 0, "most": self.most, **self.given} if is_bounded else {}
         bounds = {name: given[key] for name, key in names.items() if math.isfinite(given.get(key, math.inf))}
-        inner = {_INNER[get_origin(kind)]: _Rule(self.item, get_args(kind)[-1]).json_schema()} if get_args(kind) else {}
-        return {**_JSON[get_origin(kind) or kind], **bounds, **inner}
+        more = {_INNER[get_origin(kind)]: _Rule(self.item, get_args(kind)[-1]).json_schema()} if get_args(kind) else {}
+        return {"type": _JSON[get_origin(kind) or kind], **bounds, **more}
 
     def text(self, key: str, value: Any, is_typed: bool) -> str:
         """Return what is allowed instead of a value."""
