@@ -176,7 +176,7 @@ class _Rule:
         self.is_mapping = any(get_origin(kind) is dict for kind in self.kinds)
         inner = (get_args(kind)[-1] for kind in self.kinds if get_origin(kind) in (list, dict))
         has_rule = bool(self.words or "least" in self.given)
-        self.elements = next((each for each in inner if has_rule or float in _members(each)), None)
+        self.elements = next((each for each in inner if has_rule or {int, float} & {*_members(each)}), None)
         self.is_checked = bool(self.numbers or self.words or self.elements or bool in self.kinds)
         self.has_null = NoneType in self.kinds or "null" in self.given
         is_time = item.name.endswith(("seconds", "timeout"))
@@ -204,7 +204,9 @@ class _Rule:
         is_word = bool(self.words) and self.elements is None
         if Any in self.kinds and not (is_word or self.numbers):
             return {}
-        kinds = dict.fromkeys([*self.numbers, *self.kinds, *([NoneType] if self.has_null else [])])
+        kinds = dict.fromkeys(
+            [*self.numbers, *self.kinds, *([NoneType] if self.has_null and not self.elements else [])]
+        )
         named = [self._json_of(kind) for kind in kinds if (get_origin(kind) or kind) in _JSON]
         text = [{"type": "string", "pattern": r"\S"}] if str in self.kinds else []
         return {"anyOf": [*([{"enum": [*self.words]}] if is_word else text), *named, REFERENCE]}
