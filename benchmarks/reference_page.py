@@ -105,8 +105,9 @@ def index(nav: Navigation, config: MkDocsConfig) -> str:
     """The site as https://llmstxt.org describes it: title, summary, and sections of links."""
     parts = [f"# {config.site_name}\n\n> {config.site_description}\n"]
     for section in nav.items:
-        links = "\n".join(dict.fromkeys(f"- [{page.title}]({page.url}): {_SUMMARIES[page.url]}" for page in _pages(section)))
-        parts.append(f"\n## {section.title}\n\n{links}\n")
+        pages = dict.fromkeys(_pages(section))
+        links = (f"- [{page.title}]({page.url}): {_SUMMARIES[page.url] or config.site_description}" for page in pages)
+        parts.append(f"\n## {section.title}\n\n" + "\n".join(links) + "\n")
     return "".join(parts)
 
 
@@ -118,9 +119,9 @@ def _pages(item: Any) -> Iterator[Page]:
 
 
 def first_sentence(markdown: str) -> str:
-    """The first sentence of a page's first paragraph, as plain text; the first heading below the title without one."""
+    """The first sentence of a page's first paragraph, as plain text; empty without one."""
     plain = re.sub(r"<!--.*?-->|^```.*?^```|^<\w.*?>$", "", markdown, flags=re.DOTALL | re.MULTILINE)
     blocks = [block.strip() for block in plain.split("\n\n") if block.strip()]
-    paragraph = next((block for block in blocks if re.match(r"[\w`*\[]", block)), blocks[-1])
+    paragraph = next((block for block in blocks if re.match(r"[\w`*\[]", block)), "")
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", " ".join(paragraph.split()))
     return re.split(r"(?<=[.:])\s", text, maxsplit=1)[0].lstrip("# ").rstrip(":")

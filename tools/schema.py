@@ -66,8 +66,7 @@ def recipe_schema(loader: ConfigLoaderImpl) -> dict[str, Any]:
 
 
 def _choices(loader: ConfigLoaderImpl, group: str) -> dict[str, Any]:
-    names = choices_of(loader, group)
-    found = [{"const": name, "description": description_of(loader, group, name)} for name in names]
+    found = [{"const": name, "description": description_of(loader, group, name)} for name in choices_of(loader, group)]
     return {"anyOf": [*found, {"type": ["array", "null"]}, REFERENCE]}
 
 

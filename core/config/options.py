@@ -38,20 +38,35 @@ class NumberBounds(TypedDict, total=False):
 
 
 def number(default: Any, *words: str, **bounds: Unpack[NumberBounds]) -> Any:
-    """Return a field of numbers within bounds, or of lists or mappings of these, which may also be one of ``words``.
+    """Return a field of numbers within bounds, or of lists or mappings of these.
 
-    Its ``default`` is a value, or a function that makes it.
+    Args:
+        default: a value, or a function that makes it.
+        *words: text that is allowed instead of a number, such as ``"auto"``.
+        **bounds: of each number, inclusive: ``least`` (default 0) and ``most``; exclusive: ``above`` and ``below``;
+            infinite: none. ``unit`` and ``null`` (the meaning of ``None``) appear in messages.
     """
     return _field(default, {"least": 0, **bounds, "words": words})
 
 
 def word(default: Any, *allowed: str) -> Any:
-    """Return a field that takes one of the ``allowed`` words, or a list of some."""
+    """Return a field that takes one of some words, or, if its type is a list, a list of them.
+
+    Args:
+        default: a value, or a function that makes it.
+        *allowed: the words.
+    """
     return _field(default, {"words": allowed})
 
 
 def checked(default: Any, allows: Callable[[Any], bool], text: str) -> Any:
-    """Return a field whose values satisfy ``allows``, as ``text`` describes; ``None`` follows from its type."""
+    """Return a field whose values satisfy a function.
+
+    Args:
+        default: a value, or a function that makes it.
+        allows: returns whether a value is allowed; ``None`` is allowed wherever the type of the field has it.
+        text: what is allowed, for messages: "must be <text>".
+    """
     return _field(default, {"allows": allows, "text": text})
 
 
@@ -213,8 +228,8 @@ class _Rule:
 
     def _json_of(self, kind: Any) -> dict[str, Any]:
         names = {"minimum": "least", "maximum": "most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
-        is_bounded = kind in (int, float) and "allows" not in self.given
-        given = {"least": 0, "most": self.most, **self.given} if is_bounded else {}
+        is_free = kind not in (int, float) or "allows" in self.given
+        given = {} if is_free else {"least": 0, "most": self.most, **self.given}
         bounds = {name: given[key] for name, key in names.items() if math.isfinite(given.get(key, math.inf))}
         more = {_INNER[get_origin(kind)]: _Rule(self.item, get_args(kind)[-1]).json_schema()} if get_args(kind) else {}
         return {"type": _JSON[get_origin(kind) or kind], **bounds, **more}
