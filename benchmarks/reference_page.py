@@ -28,7 +28,7 @@ Every public name of `import trainwright`, from its docstring. Names are loaded 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|data):`(~?)([\w.]+)`")
 
 
-# ---- the page of the API ----------------------------------------------------------------------------------------------
+# ---- the page of the API --------------------------------------------------------------------------------------------
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -81,7 +81,7 @@ def _link(match: re.Match[str]) -> str:
     return f'<autoref identifier="{match[2]}" optional><code>{shown}</code></autoref>'
 
 
-# ---- llms.txt ---------------------------------------------------------------------------------------------------------
+# ---- llms.txt -------------------------------------------------------------------------------------------------------
 
 _SUMMARIES: dict[str, str] = {}
 
@@ -105,7 +105,7 @@ def index(nav: Navigation, config: MkDocsConfig) -> str:
     """The site as https://llmstxt.org describes it: title, summary, and sections of links."""
     parts = [f"# {config.site_name}\n\n> {config.site_description}\n"]
     for section in nav.items:
-        pages = dict.fromkeys(_pages(section))
+        pages = {page.url: page for page in _pages(section)}.values()
         links = (f"- [{page.title}]({page.url}): {_SUMMARIES[page.url] or config.site_description}" for page in pages)
         parts.append(f"\n## {section.title}\n\n" + "\n".join(links) + "\n")
     return "".join(parts)

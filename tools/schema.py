@@ -49,11 +49,10 @@ def recipe_schema(loader: ConfigLoaderImpl) -> dict[str, Any]:
     Args:
         loader: finds groups and choices.
     """
-    schema, types = _mapping([RunConfig]), ConfigStore.instance().repo
+    schema, stored = _mapping([RunConfig]), ConfigStore.instance().repo
     keys, groups = schema["properties"], group_names(loader)
-    for group in keys.keys() & types.keys():
-        of_choices = _mapping([OmegaConf.get_type(stored.node) for stored in types[group].values()])
-        keys[group].update(anyOf=[of_choices, REFERENCE])
+    for key in keys.keys() & stored.keys():
+        keys[key].update(anyOf=[_mapping([OmegaConf.get_type(each.node) for each in stored[key].values()]), REFERENCE])
     places = {group: {"$ref": f"#/$defs/{group.replace('/', '~1')}"} for group in groups}
     named = {f"{word}/{group}": places[group] for word in ("", "override ", "optional ") for group in groups}
     # A key with @ places a group elsewhere.
