@@ -73,7 +73,7 @@ def _comment_above(attribute: griffe.Object) -> str:
         if not line.strip().startswith("#"):
             break
         found.insert(0, line.strip().lstrip("# "))
-    return " ".join(found)
+    return re.sub(r"([\\*_<])", r"\\\1", " ".join(found))  # none of its signs is Markdown
 
 
 def _link(match: re.Match[str]) -> str:
