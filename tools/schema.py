@@ -69,7 +69,7 @@ def _choices(loader: ConfigLoaderImpl, group: str) -> dict[str, Any]:
     return {"anyOf": [*found, {"type": ["array", "null"]}, REFERENCE]}
 
 
-def _mapping(types: Sequence[type]) -> dict[str, Any]:
+def _mapping(types: Sequence[Any]) -> dict[str, Any]:
     """Return the schema of a mapping whose keys are fields of any of some dataclasses."""
     found: dict[str, list[dict[str, Any]]] = {}
     for schema in types:
