@@ -7,6 +7,7 @@
     trainwright report RUN_DIR [RUN_DIR ...] [options]
     trainwright new NAME
     trainwright watch RUN_DIR [options]
+    trainwright schema [--config-dir DIR]
     trainwright doctor|profile [key=value ...] [options]
 
 Imports dominate the start-up time. So this module imports next to nothing: it installs the signal handlers, starts the
@@ -29,7 +30,7 @@ from trainwright.launch.ranks.forkserver import start_forkserver, stop_forkserve
 from trainwright.launch.ranks.output import ranks_to_stderr
 
 # Verbs that compose no configuration.
-_TOOL_VERBS = ("checkpoint", "new", "report", "watch", "doctor", "profile")
+_TOOL_VERBS = ("checkpoint", "new", "report", "watch", "schema", "doctor", "profile")
 
 
 @on_one_stack

@@ -34,10 +34,13 @@ _VERBS = {
     "report": "show a run, or several side by side, as one HTML page: `trainwright report --help`",
     "watch": "show a running job in the terminal: `trainwright watch --help`",
     "checkpoint": "verify, inspect, list, export or import a checkpoint: `trainwright checkpoint --help`",
+    "schema": "print the JSON Schema of recipes, for editors: `trainwright schema --help`",
     "doctor": "check machines, GPUs, versions, network and disks: `trainwright doctor --help`",
     "profile": "measure devices and links, for device=<name> of a plan: `trainwright profile --help`",
 }
 _TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
+# Comments at the start of a yaml that Hydra and editors read.
+_DIRECTIVE = re.compile(r"# *(@|yaml-language-server:)")
 # Plain keys that are set by the recipe and by a group.
 _NOT_BY_HAND = ("name", "precision")
 _GROUP_ORDER = ("recipe", "size", "strategy", "precision", "accumulation", "optimizer", "trainer", "checkpoint")
@@ -122,7 +125,7 @@ def description_of(loader: ConfigLoaderImpl, group: str, choice: str) -> str:
         if source.scheme() == "structured":  # a strategy of another package, without a yaml
             schema = OmegaConf.get_type(ConfigStore.instance().load(f"{group}/{choice}.yaml").node)
             return (schema.__doc__ or "").partition("\n")[0]
-        lines = (line for line in _read(source, f"{group}/{choice}.yaml") if "@package" not in line)
+        lines = (line for line in _read(source, f"{group}/{choice}.yaml") if not _DIRECTIVE.match(line))
         head = itertools.takewhile(lambda line: line.startswith("#"), lines)
         comment = " ".join(line.lstrip("# ").strip() for line in head)
         if comment:

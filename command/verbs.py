@@ -43,6 +43,7 @@ FIRST_WORD_VERBS = {
     "generate": "RUN prompt=TEXT [key=value ...] [--json]",
     "report": "RUN_DIR [options]",
     "watch": "RUN_DIR [options]",
+    "schema": "[--config-dir DIR]",
     "doctor": "[key=value ...] [--json]",
     "profile": "[key=value ...] [--out FILE]",
 }

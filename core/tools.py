@@ -14,6 +14,7 @@ _TOOLS = {
     "import-deepspeed": "trainwright.tools.deepspeed.command:run_import_command",
     "generate": "trainwright.tools.generate.command:run_generate_command",
     "new": "trainwright.tools.new.command:run_new_command",
+    "schema": "trainwright.tools.schema:run_schema_command",
     "verify": "trainwright.tools.verify.verify:run_verify_command",
     "expand": "trainwright.tools.deepspeed.expand:expand",
     "write_report": "trainwright.tools.report.command:write_report",

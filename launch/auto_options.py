@@ -64,7 +64,7 @@ class AutoOptions:
     # Comparison with the unmodified module before the first step: refuse, warn or off.
     certificate: str = "refuse"
     # Tensors of a batch whose samples are not along dim 0: path in the batch -> dim, or null = replicated on all ranks.
-    batch_dims: dict[str, int | None] = field(default_factory=dict)
+    batch_dims: dict[str, int | None] = number(dict, least=-math.inf, null="for the whole tensor on all ranks")
     # How context ranks exchange keys and values: ring, ulysses or gather.
     attention: str = "ring"
     # Corrections to what is detected in the model: tensor, heads, whole_inputs, first, last, experts.

@@ -10,21 +10,22 @@ from trainwright.core.problems import ConfigError
 OK, FAILED, REFUSED = 0, 1, 2
 
 
-def run_verb(verb: str, words: Sequence[str], usage: str, run: Callable[[list[str]], int]) -> int:
-    """Run a verb, or print its usage if it has no arguments; print errors to stderr.
+def run_verb(verb: str, words: Sequence[str], usage: str, run: Callable[[list[str]], int], bare: bool = False) -> int:
+    """Run a verb, or print its usage if it lacks arguments; print errors to stderr.
 
     Args:
         verb: its name.
         words: the command line after `trainwright`, verb included.
         usage: for `--help`.
         run: takes the other words and returns the exit code.
+        bare: whether it also runs without arguments.
 
     Returns:
         The exit code: 0 success, 1 a rank failed or a checkpoint is damaged, 2 the command line was refused.
     """
     rest = list(words)
     rest.remove(verb)
-    if "-h" in rest or "--help" in rest or not rest:
+    if "-h" in rest or "--help" in rest or not (rest or bare):
         print(usage, end="")
         return OK if rest else REFUSED
     try:

@@ -25,11 +25,11 @@ _log = logging.getLogger("trainwright")
 
 
 class Preempted(SIGTERMException):
-    """Raised on all ranks, at the same step, after a stop notice. Uncaught, it ends the process with :attr:`code`.
+    """Raised on all ranks, at the same step, after a stop notice. Uncaught, it ends the process with ``code``.
 
-    Attributes:
+    Args:
         told: the notice.
-        exit_code: of the process; equals :attr:`code` of a ``SystemExit``.
+        code: exit code of the process; also the attribute ``exit_code``.
         checkpoint: the newest checkpoint of this run, ``""`` if there is none.
         saved: whether it holds the last step.
     """

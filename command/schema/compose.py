@@ -126,7 +126,7 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
     """Compose as `compose` does, but return the problems instead of raising them.
 
     Raises:
-        ConfigError: if the faulty override cannot be determined.
+        ConfigError: if the faulty override cannot be determined, or `config_dir` cannot be searched.
     """
     recipe = next((text for text in overrides if key_of(text) == "recipe"), "these overrides")
     with refused_as(f"the configuration of {recipe} cannot be composed"):
@@ -134,9 +134,6 @@ def compose_checked(overrides: Sequence[str], config_dir: str | Path | None = No
 
 
 def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> Composition:
-    problems = _problems_of_config_dir(config_dir)
-    if problems:
-        return Composition(problems=problems)
     faults = split_inject(overrides)
     loader = config_loader(config_dir)
     expansion: Expansion[ImportReport] | None = None
@@ -215,7 +212,12 @@ def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
 
     It is built directly, because Hydra's entry points share one global instance with programs that use Hydra
     themselves.
+
+    Raises:
+        ConfigError: if `config_dir` is no folder, or has files with the names of the package's.
     """
+    if problems := _problems_of_config_dir(config_dir):
+        raise ConfigError(problems)
     register_schema()
     Plugins.instance()  # registers the kinds of config sources
     path = ConfigSearchPathImpl()

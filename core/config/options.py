@@ -19,6 +19,10 @@ from trainwright.core.problems import did_you_mean, nearest
 _MOST_SECONDS = 1e9
 _MOST, _FINITE = 2**63 - 1, sys.float_info.max
 _MISSING = "???"
+_JSON = {int: "integer", float: "number", bool: "boolean", NoneType: "null", list: "array", dict: "object"}
+_INNER: dict[Any, str] = {list: "items", dict: "additionalProperties"}
+# JSON Schema of a value that stands elsewhere, like ${max_steps}; the document around it defines it.
+REFERENCE = {"$ref": "#/$defs/reference"}
 
 
 class NumberBounds(TypedDict, total=False):
@@ -36,20 +40,35 @@ class NumberBounds(TypedDict, total=False):
 
 
 def number(default: Any, *words: str, **bounds: Unpack[NumberBounds]) -> Any:
-    """Return a field of numbers within bounds, or of lists or mappings of these, which may also be one of ``words``.
+    """Return a field of numbers within bounds, or of lists or mappings of these.
 
-    Its ``default`` is a value, or a function that makes it.
+    Args:
+        default: a value, or a function that makes it.
+        *words: text that is allowed instead of a number, such as ``"auto"``.
+        **bounds: of each number, inclusive: ``least`` (default 0) and ``most``; exclusive: ``above`` and ``below``;
+            infinite: none. ``unit`` and ``null`` (the meaning of ``None``) appear in messages.
     """
     return _field(default, {"least": 0, **bounds, "words": words})
 
 
 def word(default: Any, *allowed: str) -> Any:
-    """Return a field that takes one of the ``allowed`` words, or a list of some."""
+    """Return a field that takes one of some words, or, if its type is a list, a list of them.
+
+    Args:
+        default: a value, or a function that makes it.
+        *allowed: the words.
+    """
     return _field(default, {"words": allowed})
 
 
 def checked(default: Any, allows: Callable[[Any], bool], text: str) -> Any:
-    """Return a field whose values satisfy ``allows``, as ``text`` describes; ``None`` follows from its type."""
+    """Return a field whose values satisfy a function.
+
+    Args:
+        default: a value, or a function that makes it.
+        allows: returns whether a value is allowed; ``None`` is allowed wherever the type of the field has it.
+        text: what is allowed, for messages: "must be <text>".
+    """
     return _field(default, {"allows": allows, "text": text})
 
 
@@ -143,6 +162,18 @@ def field_problems(
         yield key, f"{key}={typed(value) if is_typed else repr(value)}: {rule.text(key, value, is_typed)}"
 
 
+def json_schema(item: Field[Any], hint: Any) -> dict[str, Any]:
+    """Return the JSON Schema of the values that a field allows, references included; {} = any value.
+
+    What a function of the field checks is described by its types alone.
+
+    Args:
+        item: the field.
+        hint: its type.
+    """
+    return _Rule(item, hint).json_schema()
+
+
 def require(owner: object, hint: Any, rule: Any, **given: Any) -> None:
     """Check arguments of a constructor that is no dataclass's.
 
@@ -187,7 +218,7 @@ class _Rule:
         self.is_mapping = any(get_origin(kind) is dict for kind in self.kinds)
         inner = (get_args(kind)[-1] for kind in self.kinds if get_origin(kind) in (list, dict))
         has_rule = bool(self.words or "least" in self.given)
-        self.elements = next((each for each in inner if has_rule or float in _members(each)), None)
+        self.elements = next((each for each in inner if has_rule or {int, float} & {*_members(each)}), None)
         self.is_checked = bool(self.numbers or self.words or self.elements or bool in self.kinds)
         self.has_null = NoneType in self.kinds or "null" in self.given
         is_time = item.name.endswith(("seconds", "timeout"))
@@ -209,6 +240,26 @@ class _Rule:
         given = self.given
         is_between = value > given.get("above", -math.inf) and ("below" not in given or value < given["below"])
         return is_between and bool(given.get("least", 0) <= value <= self.most)
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of what is allowed."""
+        is_word = bool(self.words) and self.elements is None
+        if Any in self.kinds and not (is_word or self.numbers):
+            return {}
+        kinds = dict.fromkeys(
+            [*self.numbers, *self.kinds, *([NoneType] if self.has_null and not self.elements else [])]
+        )
+        named = [self._json_of(kind) for kind in kinds if (get_origin(kind) or kind) in _JSON]
+        text = [{"type": "string", "pattern": r"\S"}] if str in self.kinds else []
+        return {"anyOf": [*([{"enum": [*self.words]}] if is_word else text), *named, REFERENCE]}
+
+    def _json_of(self, kind: Any) -> dict[str, Any]:
+        names = {"minimum": "least", "maximum": "most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
+        is_free = kind not in (int, float) or "allows" in self.given
+        given = {} if is_free else {"least": 0, "most": self.most, **self.given}
+        bounds = {name: given[key] for name, key in names.items() if math.isfinite(given.get(key, math.inf))}
+        more = {_INNER[get_origin(kind)]: _Rule(self.item, get_args(kind)[-1]).json_schema()} if get_args(kind) else {}
+        return {"type": _JSON[get_origin(kind) or kind], **bounds, **more}
 
     def text(self, key: str, value: Any, is_typed: bool) -> str:
         """Return what is allowed instead of a value."""

@@ -48,7 +48,14 @@ def world_size_of(cfg: DictConfig, surroundings: Surroundings) -> int:
 
 
 def options_of(strategy: Any) -> StrategyOptions | None:
-    """Return the options of a strategy's configuration, of its class or the nearest known base; ``None``: unknown."""
+    """Return the options of a strategy's configuration, as the options class of its class or nearest known base.
+
+    Args:
+        strategy: mapping with ``_target_`` and options by name.
+
+    Returns:
+        The options; ``None``: the class is unknown.
+    """
     paths = lineage(str(strategy.get("_target_", "")))
     known = next((found for found in map(options_for_target, paths) if found is not None), None)
     if known is None:

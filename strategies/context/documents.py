@@ -31,7 +31,8 @@ def document_attention(
 
     Args:
         query: ``(B, H, T, d)``.
-        key, value: ``(B, K, T, d)``; ``K`` divides ``H``.
+        key: ``(B, K, T, d)``; ``K`` divides ``H``.
+        value: ``(B, K, T, d)``.
         starts: first position of the document of each position, integer ``(B, 1, 1, T)``; it never falls along T.
         dropout_p: of attention weights; 0: off.
         scale: of the scores; ``None``: one over the root of ``d``.

@@ -53,13 +53,11 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
 
     Bytes per rank for P parameters in fp32 with Adam, N = size of the shard axis, and traffic per step in parameters:
 
-    ===== ============================= =============== =======
-    stage sharded                       bytes           traffic
-    ===== ============================= =============== =======
-    1     optimizer state               8P + 8P/N       2P
-    2     and gradients                 4P + 12P/N      2P
-    3     and parameters                16P/N           3P
-    ===== ============================= =============== =======
+    | stage | sharded         | bytes      | traffic |
+    |-------|-----------------|------------|---------|
+    | 1     | optimizer state | 8P + 8P/N  | 2P      |
+    | 2     | and gradients   | 4P + 12P/N | 2P      |
+    | 3     | and parameters  | 16P/N      | 3P      |
 
     Stages 1 and 2 keep the module whole and step this rank's rows of every parameter; stage 3 is torch's
     ``fully_shard`` (FSDP2). With accumulation, stage 1 communicates once per step; stages 2 and 3 reduce every

@@ -13,6 +13,8 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,6 +34,7 @@ from trainwright.core.run.launcher import Launcher
 from trainwright.launch.checks.validate import problems_before_layout
 from trainwright.launch.recovery.check_resume import decide_resume
 from trainwright.strategies.compose.world import Surroundings
+from trainwright.tools import schema as schema_command
 from trainwright.tools.checkpoints import command as checkpoint_command
 from trainwright.tools.deepspeed import command as import_command
 from trainwright.tools.doctor.command import VERBS as OF_THE_MACHINE
@@ -99,6 +102,10 @@ def trainwright(words: Sequence[str], launcher: Launcher | None = None) -> list[
         return []
     if first in ("report", "watch"):
         parse_report([*words])
+        return []
+    if first == "schema":
+        with redirect_stdout(StringIO()):
+            schema_command._print([word for word in words if word != first])
         return []
     if first in OF_THE_MACHINE:
         parse_doctor(str(first), [word for word in words if word != first], launcher)
