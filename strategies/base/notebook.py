@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.read.run_state import RunState, materialised
 from trainwright.core.lightning_internals import _MultiProcessingLauncher, _WorkerOutput
 from trainwright.core.run.hooks import refuse_missing_hooks
@@ -83,12 +84,12 @@ class ForkLauncher(_MultiProcessingLauncher):
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Write the metrics of rank 0 to a file: the queue blocks a rank that sends more than a pipe holds."""
         metrics = {name: move_data_to_device(getattr(trainer, name), "cpu") for name in _METRICS}
-        torch.save(metrics, Path(self._folder, "metrics"))
+        Path(self._folder, "metrics").write_bytes(pack(metrics))
         return {}
 
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         """Read what :meth:`get_extra_results` has written."""
-        for name, values in torch.load(Path(self._folder, "metrics"), weights_only=True).items():
+        for name, values in unpack(Path(self._folder, "metrics").read_bytes()).items():
             getattr(trainer, name).update(values)
 
 
