@@ -16,8 +16,9 @@ from omegaconf import DictConfig
 from trainwright.callbacks.inject.sentences import is_inject
 from trainwright.command.auto import Choice
 from trainwright.command.run import choose, launch, prepare
-from trainwright.command.schema.compose import as_text, compose_checked, config_loader, quote_values
+from trainwright.command.schema.compose import compose_checked, config_loader
 from trainwright.command.schema.expansion import ImportReport, report_import
+from trainwright.command.schema.quoting import as_text, quote_values
 from trainwright.core.config.masking import masked_words
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.failure import RankError

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.progress.progress_bar import ProgressBar
 from trainwright.core.config.options import refuse, refuse_unknown_arguments
-from trainwright.core.config.references import python_value
+from trainwright.core.config.references import python_value, python_values
 from trainwright.core.config.synonyms import Vocabulary, names_for
 from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
 from trainwright.core.problems import did_you_mean
@@ -130,7 +130,7 @@ def of_lightning(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def checked(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tuple(map(python_value, args)), {name: python_value(each) for name, each in kwargs.items()}
+        args, kwargs = tuple(map(python_value, args)), python_values(kwargs)
         refuse_other_package((*args, *kwargs.values()))
         return run(self, *args, **kwargs)
 
@@ -164,7 +164,7 @@ def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
         values = ", ".join(f"{name}={value!r}" for name, value in found.items())
         rank_zero_info(f"From PL_TRAINER_* variables of the environment: {values}.")
     # Hydra instantiates with OmegaConf's lists and mappings.
-    return {**found, **{name: python_value(value) for name, value in given.items()}}
+    return {**found, **python_values(given)}
 
 
 def accelerator_for(strategy: str | Strategy, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.peers.windows import Windows
+from trainwright.callbacks.schedule.schedules import RunSchedule
 from trainwright.recipes.gpt.model import GPT, GPTConfig
-from trainwright.recipes.language_model import learning_rate_factor
 
 Kind = Literal["single", "ddp", "zero3"]
 
@@ -72,7 +72,7 @@ class PlainTraining:
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate_factor(step, 20, run.steps, 0.1))
+        self.scheduler = LambdaLR(self.optimizer, RunSchedule("cosine", warmup=20, total_steps=run.steps).factor)
         self.loss = torch.zeros(())
         self._batches = self._endless()
 

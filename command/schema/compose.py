@@ -5,32 +5,26 @@ what is allowed and what to type, and refuses what Hydra would accept: keys adde
 deleted with `~`, and a user's file that one of the package would shadow.
 """
 
-import copy
 import logging
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from trainwright.callbacks.inject.sentences import is_inject, split_inject
+from trainwright.callbacks.inject.sentences import split_inject
 from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
     REMOVED_CHOICES,
@@ -42,7 +36,8 @@ from trainwright.command.schema.compose_faults import (
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
 from trainwright.command.schema.moved_keys import move_keys
-from trainwright.core.config.override_words import typed as typed_value
+from trainwright.command.schema.quoting import as_text, quote_values
+from trainwright.command.schema.sources import Repository
 from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.failures.error_text import first_line
 from trainwright.core.failures.refusal import refused_as
@@ -71,8 +66,6 @@ _OPEN_MAPPINGS = re.compile(
     r"(strategy\.(plan|batch_dims)|preemption\.url_headers|launch\.(env|sbatch|resources|ranks|runtime_env|volumes"
     r"|secret_env|labels|annotations|node_selector))[.=]"
 )
-# A value, or one of a list, a mapping or a sweep.
-_WORD = re.compile(r"[^\[\]{},]+")
 # Keys that other checks depend on; with a guess for one of them, other problems would be misleading.
 _DECISIVE = {
     "recipe", "module", "data", "strategy", "devices", "nodes", "global_batch_size", "micro_batch_size", "accumulation",
@@ -161,41 +154,6 @@ def _add_expansion(result: Composition, expansion: Expansion[ImportReport]) -> N
         result.cfg.deepspeed_json = expansion.report.file
 
 
-def quote_values(overrides: Sequence[str]) -> list[str]:
-    """Quote the values, alone or within lists and sweeps, that Hydra takes only in quotes: `ü`, `it's`, `step=4`.
-
-    Overrides that Hydra parses, and those that remain faulty, are returned as they are.
-    """
-    return [text if is_inject(text) or _parses(text) else _with_quotes(text) for text in overrides]
-
-
-def _with_quotes(text: str) -> str:
-    key, equals, value = text.partition("=")
-    found = key + equals + _WORD.sub(_quoted_word, value)
-    return found if _parses(found) else text
-
-
-def _quoted_word(match: re.Match[str]) -> str:
-    word = match[0].strip()
-    is_part = word.strip("'\"") != word or word.count("(") != word.count(")")  # of a text or call with a comma
-    return match[0] if is_part or _parses(f"x={word}") else typed_value(word)
-
-
-def _parses(text: str) -> bool:
-    try:
-        return bool(OverridesParser.create().parse_override(text))
-    except HydraException:
-        return False
-
-
-def as_text(override: str) -> str:
-    """Return what to type for a value that is text, as the end of a sentence; empty without a value."""
-    key, equals, value = override.partition("=")
-    text = value.replace('"', r"\"")
-    typed = f'{key}="{text}"'
-    return f"; for a text with these signs type {shlex.quote(typed)}" if equals else ""
-
-
 def _sizes_of_models(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> list[str]:
     """Replace `model=70b` by `size=70b`: users name a model by its size."""
     models, sizes = choices_of(loader, "model"), choices_of(loader, "size")
@@ -227,41 +185,8 @@ def config_loader(config_dir: str | Path | None = None) -> ConfigLoaderImpl:
         path.append("--config-dir", f"file://{Path(config_dir).expanduser().resolve()}")
     path.append("schema", "structured://")
     loader = ConfigLoaderImpl(path)
-    loader.repository = _Repository(path)
+    loader.repository = Repository(path)
     return loader
-
-
-class _Repository(ConfigRepository):
-    """Repository of read-only sources.
-
-    Hydra copies its repository, with every registered dataclass, for every configuration, which took a third of the
-    composition time. A copy may search other sources, but can share the sources themselves.
-    """
-
-    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        super().initialize_sources(config_search_path)
-        for index, place in enumerate(config_search_path.get_path()):
-            if place.path is not None and place.provider is not None and place.path.startswith("pkg://"):
-                self.sources[index] = _Package(place.provider, place.path)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Repository":
-        found = copy.copy(self)
-        found.sources = list(self.sources)
-        return found
-
-
-class _Package(ImportlibResourcesConfigSource):
-    """Files of a package, each read once: a sweep composes once per job."""
-
-    def _read_config(self, res: Any) -> ConfigResult:
-        if str(res) not in _READ:
-            _READ[str(res)] = super()._read_config(res)
-        found = copy.copy(_READ[str(res)])
-        found.config = copy.deepcopy(found.config)
-        return found
-
-
-_READ: dict[str, ConfigResult] = {}
 
 
 def group_names(loader: ConfigLoaderImpl) -> list[str]:

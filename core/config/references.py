@@ -9,7 +9,7 @@ could read any environment variable of its reader.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,6 +31,11 @@ def plain_values(config: DictConfig | ListConfig) -> Any:
     """
     _observe_environment()
     return _plain(config, lambda value: value)
+
+
+def python_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with lists and mappings of OmegaConf as Python's."""
+    return {name: python_value(value) for name, value in given.items()}
 
 
 def python_value(value: Any) -> Any:

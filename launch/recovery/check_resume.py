@@ -165,7 +165,7 @@ def _find_newest(cfg: DictConfig, verb: str) -> list[str]:
         return []
     if reasons:
         why = f"there is no good checkpoint; skipped: {'; '.join(reasons)}"
-    elif cfg.run_dir is not None and verb == "fit":
+    elif cfg.run_dir is not None:
         why = f"there is no checkpoint in {', '.join(folders)}"
     else:
         why = f"no run of {run_name(cfg)} under {RUNS / run_name(cfg)}/ has a checkpoint"

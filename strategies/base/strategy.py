@@ -24,7 +24,7 @@ from trainwright.checkpoint.read.run_state import RunState, holds_run_state
 from trainwright.checkpoint.store.storage import Folder, remove
 from trainwright.checkpoint.write.save import Content
 from trainwright.core.config.options import refuse, refuse_unknown_arguments
-from trainwright.core.config.references import python_value
+from trainwright.core.config.references import python_values
 from trainwright.core.layout import Layout
 from trainwright.core.processes.rendezvous import rendezvous
 from trainwright.core.run.peers import Peers, Service
@@ -69,7 +69,6 @@ class LayoutStrategy(Strategy):
     strategy_name: str
     saves_one_file = False
     """True if ``save_checkpoint`` writes a file for ``torch.load`` instead of a folder."""
-
     options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
     """Options of the constructor."""
     passes_to: ClassVar[tuple[type, ...]] = ()
@@ -90,9 +89,8 @@ class LayoutStrategy(Strategy):
         return read_deprecated_name(self, name)
 
     def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
-        kwargs = {name: python_value(value) for name, value in kwargs.items()}
         refuse_unknown_arguments(type(self), kwargs, self.options_class, *self.passes_to)
-        self.options, others = self.options_class.take(kwargs)
+        self.options, others = self.options_class.take(python_values(kwargs))
         refuse(self.options.problems_of_call())
         self._own_io = others.get("checkpoint_io") is not None
         super().__init__(**others)
@@ -395,13 +393,10 @@ class LayoutStrategy(Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file. A collective.
 
-        In a notebook, after its ranks have ended, the weights are written to a file.
-
         Raises:
             CheckpointError: on every rank, if one failed; an existing checkpoint stays intact.
         """
-        weights = weights_of_ended_ranks(self, checkpoint)
-        if weights is not None:
+        if (weights := weights_of_ended_ranks(self, checkpoint)) is not None:
             super().save_checkpoint(weights, filepath, storage_options)
         elif self._own_io:
             self._save_plain(self.replicas.averaged(checkpoint), filepath, storage_options)

@@ -16,7 +16,7 @@ QUIET = ("monitor=none", "logger=csv", "trainer.log_every_n_steps=1")
 
 
 @pytest.mark.parametrize(("words", "parts"), [
-    (["fitt", "recipe=digits"], ["fitt", "did you mean fit?", "predict, profile, report, test, validate"]),
+    (["fitt", "recipe=digits"], ["fitt", "did you mean fit?", "predict, profile, report, schema, test, validate"]),
     (["recipe=digits"], ["no verb was given", "trainwright fit recipe=digits"]),
     (["fit", "--multirum", "recipe=digits"], ["--multirum", "did you mean --multirun?", "--config-dir"]),
     (["fit", "--config-dir"], ["--config-dir", "trainwright --help"]),

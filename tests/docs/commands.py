@@ -123,16 +123,16 @@ def _composed(words: Sequence[str], launcher: Launcher | None) -> list[str]:
     if arguments.help or arguments.version or arguments.verb is None:
         return []
     overrides, config_dir, problems = arguments.overrides, arguments.config_dir, []
+    verb = arguments.verb if arguments.verb in command.VERBS else "fit"
     if arguments.multirun:
         jobs = expand(overrides, config_dir)
-        return [problem for job in jobs for problem in configured(job.overrides, config_dir, arguments.verb, launcher)]
+        return [problem for job in jobs for problem in configured(job.overrides, config_dir, verb, launcher)]
     options = None
     if arguments.verb == command.VERIFY:
         options, overrides, problems = take_options(overrides)
     if arguments.verb == command.PLAN:
         composition = compose_checked(overrides, config_dir)
         return composition.problems + (profile_problems(composition.cfg) if composition.cfg is not None else [])
-    verb = arguments.verb if arguments.verb in command.VERBS else "fit"
     problems += configured(overrides, config_dir, verb, launcher)
     if options is not None and not problems:
         cfg = compose_checked(overrides, config_dir).cfg

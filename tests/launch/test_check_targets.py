@@ -69,7 +69,9 @@ def classes(conf: Path, tmp_path: Path) -> Path:
 def found(conf: Path, module: str, *words: str, verb: str = "fit") -> list[str]:
     # The arguments of the recipe are of another class.
     none = ("~module.hidden", "~module.fail_rank", "~module.sleep")
-    return problems_of("recipe=mine", f"module._target_=my_classes.{module}", *none, *words, conf=conf, verb=verb)
+    weights = () if verb == "fit" else ("ckpt_path=initial",)
+    words = (f"module._target_=my_classes.{module}", *none, *weights, *words)
+    return problems_of("recipe=mine", *words, conf=conf, verb=verb)
 
 
 @pytest.mark.parametrize(("module", "verb", "hooks"), [
