@@ -16,8 +16,8 @@ _CALLED = {
     "test": (("test_step",), "test_dataloader"),
     "predict": ((), "predict_dataloader"),
 }
-# Their classes define hooks only without effect.
-_LIBRARIES = ("lightning.", "pytorch_lightning.", "torch.")
+# Their classes define hooks only without effect; modules of Lightning's other packages, such as its demos, have some.
+_STUBS = ("lightning.pytorch.core.", "lightning.fabric.", "pytorch_lightning.core.", "lightning_fabric.", "torch.")
 
 
 def hook_problems(cfg: DictConfig, verb: str) -> Iterator[str]:
@@ -35,7 +35,7 @@ def _lacks(target: str, hook: str) -> bool:
     """Return whether no class of a lineage defines or sets a hook; False if source does not determine it."""
     for path in lineage(target):
         node, bases = definition(path)
-        if path.startswith(_LIBRARIES) or (node is None and bases):
+        if path.startswith(_STUBS) or (node is None and bases):
             continue
         if not isinstance(node, ast.ClassDef) or not _is_plain(node):
             return False

@@ -12,6 +12,7 @@ from tests.warm import warm_run
 CLASSES = """
 import lightning.pytorch as pl
 from lightning import LightningDataModule, LightningModule
+from lightning.pytorch.demos.boring_classes import BoringModel
 from my_module import MyData, MyModule
 
 
@@ -32,6 +33,11 @@ class Steps:
 
 
 class Mixed(Steps, Empty): ...
+
+
+class OfLightning(BoringModel):
+    def __init__(self, width):
+        super().__init__()
 
 
 class SetInInit(Empty):
@@ -80,6 +86,8 @@ def found(conf: Path, module: str, *words: str, verb: str = "fit") -> list[str]:
     ("Empty", "validate", []),
     ("Mixed", "fit", []),
     ("Mixed", "test", []),
+    ("OfLightning", "fit", []),
+    ("OfLightning", "test", []),
     ("SetInInit", "fit", []),
     ("Decorated", "fit", []),
     ("build", "fit", []),

@@ -13,8 +13,9 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
 from trainwright.command.arguments import Parser
-from trainwright.command.schema.compose import compose_checked, config_loader, group_names, quote_values
+from trainwright.command.schema.compose import compose_checked, config_loader, group_names
 from trainwright.command.schema.expansion import Expansion
+from trainwright.command.schema.quoting import quote_values
 from trainwright.core.problems import ConfigError
 from trainwright.tools.deepspeed.expand import translate_file
 from trainwright.tools.deepspeed.report import Report
