@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -97,7 +97,7 @@ def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None, words: Voca
     if having:
         typed = f"strategy={' or '.join(having)} with strategy.{next(iter(having.values()))}={value}"
         return f"{fault.text}: the chosen strategy has no key {last!r}; type {typed}"
-    if meaning := replace(words, names=beside or words.names).meaning(fault.key, value):
+    if meaning := words._replace(names=beside or words.names).meaning(fault.key, value):
         return f"{fault.text}: {meaning}"
     if not isinstance(node, DictConfig):
         hint = did_you_mean(re.split("[./]", fault.key)[0], words.names, "keys and groups")
