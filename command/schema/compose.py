@@ -7,6 +7,7 @@ deleted with `~`, and a user's file that one of the package would shadow.
 
 import logging
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,6 +30,7 @@ from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
     REMOVED_CHOICES,
     ComposeFault,
+    choice_in_file,
     extra_keys,
     fault_of,
     key_of,
@@ -36,7 +38,7 @@ from trainwright.command.schema.compose_faults import (
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
 from trainwright.command.schema.moved_keys import move_keys
-from trainwright.command.schema.quoting import as_text, quote_values
+from trainwright.command.schema.quoting import as_text, closed, quote_values
 from trainwright.command.schema.sources import Repository
 from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.failures.error_text import first_line
@@ -258,13 +260,10 @@ class _Composer:
         try:
             override = self.parser.parse_override(text)
         except HydraException as error:
-            self._add(
-                f"{text}: this is not key=value ({first_line(error)}); type for example max_steps=100{as_text(text)}"
-            )
-            self.result.guessed = False
-            return None
+            return self._examine_unparsable(text, first_line(error))
         if override.is_sweep_override():
-            several = "several values need several runs; add -m (--multirun), or type one; a list is [1,2]"
+            a_list = shlex.quote(text.replace("=", "=[", 1) + "]")
+            several = f"several values need several runs; add -m (--multirun), or type one; a list is {a_list}"
             self._add(f"{text}: {several}{as_text(text)}")
             self.result.guessed = False
             return None
@@ -283,10 +282,24 @@ class _Composer:
         # Hydra adds keys to a mapping only with a plus; in these mappings the user names every key.
         return f"++{text}" if _OPEN_MAPPINGS.match(text) else text
 
+    def _examine_unparsable(self, text: str, why: str) -> str | None:
+        """Refuse what is not key=value; return what it probably means."""
+        key, equals, _ = text.partition("=")
+        if equals and not key.isascii():
+            return self._unknown(text, key, key)
+        group = next((each for each in self.groups if not equals and text in choices_of(self.loader, each)), None)
+        meant = closed(text) if group is None else f"{group}={text}"
+        example = f"for example max_steps=100{as_text(text)}"
+        self._add(f"{text}: this is not key=value{f' ({why})' if equals else ''}; type {meant or example}")
+        self.result.guessed &= group is not None
+        return None if group is None else meant
+
     def _examine_dashed(self, text: str) -> str | None:
         """Refuse a key typed like an option; return the override to compose."""
         before, typed = len(self.result.problems) + len(self.faults), text.lstrip("-")
         kept = self._examine_one(typed)
+        for fault in self.faults:
+            fault.text = text if fault.text == typed else fault.text
         if before == len(self.result.problems) + len(self.faults):
             self._add(f"{text}: keys are typed without dashes; type {typed}")
         return kept
@@ -306,6 +319,8 @@ class _Composer:
             return None
         if key.split(".")[0] in free or key in self.groups:
             return text
+        if key.split(".")[0] not in _PLAIN_KEYS:
+            return self.faults.append(ComposeFault(text, key, "unknown key"))
         self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null to turn it off")
         return None
 
@@ -330,7 +345,7 @@ class _Composer:
             self.result.guessed = False
             return None
         for name in unknown:
-            meant = Vocabulary((), {group: choices}, str).meaning(name)
+            meant = choice_in_file(name, group, choices) or Vocabulary((), {group: choices}, str).meaning(name)
             listed = f"{meant}; {_plural(group)}: {', '.join(choices)}" if meant else None
             allowed = listed or self._choice_of_another(name, group) or did_you_mean(name, choices, _plural(group))
             self._add(f"{group}={name}: unknown choice; {allowed}")

@@ -20,7 +20,8 @@ devices gpus ngpus processes nproc_per_node tpu_cores ipus; nodes nnodes; lr lea
 ; hybrid model_parallel 2d 3d hybrid_3d megatron; tensor tp model_parallel megatron; pipeline pp model_parallel
 ; context cp sp sequence ulysses; expert ep moe; parameter_server ps async; local_sgd post_local_sgd
 ; shard dp_shard fsdp; replicate dp_replicate; 16-mixed 16 fp16 float16 half amp mixed; fp16 float16 half
-; bf16-mixed bf16 bfloat16 amp mixed; bf16 bfloat16; 32 32-true fp32 float32 float full single; 64-true fp64 float64
+; bf16-mixed bf16 bfloat16 amp mixed; bf16 bfloat16; fit train run
+; validate eval evaluate val; predict infer inference; 32 32-true fp32 float32 float full single; 64-true fp64 float64
 """
 # What to do where the interface in use has no name for the word.
 _ADVICE = {

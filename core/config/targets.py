@@ -90,7 +90,8 @@ def problem_of_target(key: str, target: str) -> str | None:
         return None
     if parts[0] == _OWN and (places := _places_of(parts[-1])):
         return f"{where}: {parts[-1]} has moved; type {key}._target_={' or '.join(places)}"
-    defined = sorted(f"{module}.{name}" for name, is_own in names.items() if is_own and not name.startswith("_"))
+    offered = not any(names.values())  # by a package that defines nothing itself
+    defined = sorted(f"{module}.{name}" for name, own in names.items() if (own or offered) and not name.startswith("_"))
     return f"{where}: {module} has no {rest[0]!r}; {did_you_mean(f'{module}.{rest[0]}', defined, 'it defines')}"
 
 

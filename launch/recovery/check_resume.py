@@ -274,7 +274,8 @@ def _advice(cfg: DictConfig) -> str:
     # The run directory is decided by now, whether it was given or not.
     everywhere = [*_folders(cfg), *(str(run / CHECKPOINTS) for run in runs_of(run_name(cfg)))]
     newest, _ = newest_good(everywhere)
-    return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
+    none = f"{cfg.name} has none under runs/ yet; leave ckpt_path out to start from the beginning"
+    return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else none
 
 
 # ---- a run state and the configuration ------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def _problems_of_weights(cfg: DictConfig) -> list[str]:
     local = Path(local_path(path))
     unreadable = _unreadable(local)
     if unreadable is not None:
-        return [f"init_from={path}: {unreadable}"]
+        return [f"init_from={path}: {unreadable}; type a .safetensors file, a folder of them, or a checkpoint"]
     is_folder = local.is_dir() and ((local / MANIFEST).exists() or any(local.glob(f"*{_SAFETENSORS}")))
     if is_folder or (local.is_file() and local.suffix == _SAFETENSORS):
         return []
