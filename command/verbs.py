@@ -288,8 +288,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         )
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
-    one_word = "a key and its values are one word, with = between them"
-    problems += [f"{typed}: {one_word}; type {meant}" for typed, meant in spaced(plain)]
+    problems += [f"{typed}: a key with its values is one word; type {meant}" for typed, meant in spaced(plain)]
     for option, verbs in (("json", (VERIFY, PLAN)), ("report", (VERIFY,)), ("html", (PLAN,))):
         is_given = getattr(arguments, option) not in (None, False)
         if is_given and arguments.verb not in verbs and not arguments.help:

@@ -38,7 +38,7 @@ from trainwright.command.schema.compose_faults import (
 )
 from trainwright.command.schema.expansion import Expansion, ImportReport, asks_for_file
 from trainwright.command.schema.moved_keys import move_keys
-from trainwright.command.schema.quoting import as_text, closed, quote_values
+from trainwright.command.schema.quoting import as_text, quote_values
 from trainwright.command.schema.sources import Repository
 from trainwright.core.config.synonyms import Vocabulary
 from trainwright.core.failures.error_text import first_line
@@ -262,9 +262,8 @@ class _Composer:
         except HydraException as error:
             return self._examine_unparsable(text, first_line(error))
         if override.is_sweep_override():
-            a_list = shlex.quote(text.replace("=", "=[", 1) + "]")
-            several = f"several values need several runs; add -m (--multirun), or type one; a list is {a_list}"
-            self._add(f"{text}: {several}{as_text(text)}")
+            several = "several values need several runs; add -m (--multirun), or type one; a list is"
+            self._add(f"{text}: {several} {shlex.quote(text.replace('=', '=[', 1) + ']')}{as_text(text)}")
             self.result.guessed = False
             return None
         key = override.get_key_element().lstrip("+~").split("@")[0]
@@ -287,12 +286,11 @@ class _Composer:
         key, equals, _ = text.partition("=")
         if equals and not key.isascii():
             return self._unknown(text, key, key)
-        group = next((each for each in self.groups if not equals and text in choices_of(self.loader, each)), None)
-        meant = closed(text) if group is None else f"{group}={text}"
-        example = f"for example max_steps=100{as_text(text)}"
-        self._add(f"{text}: this is not key=value{f' ({why})' if equals else ''}; type {meant or example}")
-        self.result.guessed &= group is not None
-        return None if group is None else meant
+        found = [f"{each}={text}" for each in self.groups if text in choices_of(self.loader, each)]
+        meant = " or ".join(found) or f"for example max_steps=100{as_text(text)}"
+        self._add(f"{text}: this is not key=value{f' ({why})' if equals else ''}; type {meant}")
+        self.result.guessed &= bool(found)
+        return found[0] if found else None
 
     def _examine_dashed(self, text: str) -> str | None:
         """Refuse a key typed like an option; return the override to compose."""

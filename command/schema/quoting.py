@@ -48,11 +48,6 @@ def spaced(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield found[0].replace("\0", " "), f"{found[1]}={found[2] or ''}{found[3]}"
 
 
-def closed(override: str) -> str | None:
-    """Return an override with the bracket that it lacks at its end; None if that is not what it lacks."""
-    return next((shlex.quote(override + sign) for sign in "]})" if _parses(override + sign)), None)
-
-
 def as_text(override: str) -> str:
     """Return what to type for a value that is text, as the end of a sentence; empty without a value."""
     key, equals, value = override.partition("=")

@@ -50,21 +50,20 @@ def resolved(cfg: DictConfig) -> DictConfig:
         found = OmegaConf.create(literal(OmegaConf.to_container(cfg, resolve=True)))
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        why = f"{first_line(error)}{_what_to_type(cfg, str(error))}"
-        raise ConfigError([f"{key}the reference cannot be resolved: {why}"]) from error
+        raise ConfigError([f"{key}the reference cannot be resolved: {_reason(cfg, first_line(error))}"]) from error
     assert isinstance(found, DictConfig)
     return found
 
 
-def _what_to_type(cfg: DictConfig, message: str) -> str:
-    """Return the end of the sentence about a broken reference; empty if its cause is not known."""
+def _reason(cfg: DictConfig, message: str) -> str:
+    """Return why a reference is broken, and what to type if that is known."""
     if variable := re.search(r"Environment variable '([^']+)' not found", message):
-        return f"; type export {variable[1]}=... before the command, or give a default: ${{oc.env:{variable[1]},value}}"
+        return f"{message}; type export {variable[1]}=... first, or a default: ${{oc.env:{variable[1]},value}}"
     key = re.search(r"Interpolation key '([\w.]+)' not found", message)
     parent = key[1].rpartition(".")[0] if key else ""
     node = OmegaConf.select(cfg, parent) if parent else cfg
     names = [f"{parent}.{name}".lstrip(".") for name in node] if isinstance(node, DictConfig) else []
-    return f"; {did_you_mean(key[1], names, 'keys', '`--print-config`')}" if key else ""
+    return f"{message}; {did_you_mean(key[1], names, 'keys', '`--print-config`')}" if key else message
 
 
 def _missing_keys(node: Any, path: str = "") -> Iterator[str]:

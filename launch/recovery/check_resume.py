@@ -243,7 +243,7 @@ def _only(kind: str, path: str) -> str:
 
 def _unreadable(path: Path) -> str | None:
     if not os.path.lexists(path):
-        return "there is no such file or folder"
+        return "there is no such file or folder; type another path, or leave this key out"
     if not path.exists():
         return f"is a link to {os.readlink(path)}, which does not exist"
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
@@ -274,8 +274,7 @@ def _advice(cfg: DictConfig) -> str:
     # The run directory is decided by now, whether it was given or not.
     everywhere = [*_folders(cfg), *(str(run / CHECKPOINTS) for run in runs_of(run_name(cfg)))]
     newest, _ = newest_good(everywhere)
-    none = f"{cfg.name} has none under runs/ yet; leave ckpt_path out to start from the beginning"
-    return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else none
+    return f"the newest of {cfg.name}: ckpt_path={newest}" if newest else f"{cfg.name} has none under runs/ yet"
 
 
 # ---- a run state and the configuration ------------------------------------------------------------------------------
@@ -329,7 +328,7 @@ def _problems_of_weights(cfg: DictConfig) -> list[str]:
     local = Path(local_path(path))
     unreadable = _unreadable(local)
     if unreadable is not None:
-        return [f"init_from={path}: {unreadable}; type a .safetensors file, a folder of them, or a checkpoint"]
+        return [f"init_from={path}: {unreadable}"]
     is_folder = local.is_dir() and ((local / MANIFEST).exists() or any(local.glob(f"*{_SAFETENSORS}")))
     if is_folder or (local.is_file() and local.suffix == _SAFETENSORS):
         return []

@@ -22,7 +22,7 @@ VERBS_AND_OPTIONS = {
     "fit --max_epochs 3 recipe=digits": ["--max_epochs=3", "type max_epochs=3"],
     "fit --config-dir nowhere recipe=mine": ["--config-dir nowhere", "no such folder", "<group>/<choice>.yaml"],
     "report runs/digits": ["runs/digits", "does not exist", "type runs/<name>/<time>"],
-    "checkpoint export runs/digits --format hf": ["runs/digits", "Type the folder of a checkpoint"],
+    "checkpoint export runs/digits --format hf": ["runs/digits", "type another path"],
     "generate runs/digits prompt=hello": ["runs/digits", "no config.yaml", "type runs/<name>/<time>"],
 }
 RECIPES = {
@@ -37,12 +37,14 @@ RECIPES = {
     "fit --config-dir my_conf recipe=switch": ["recipe/switch.yaml", "write such a key in quotes: 'on':"],
     "fit --config-dir my_conf recipe=misspelled": ["'max_step'", "did you mean max_steps?"],
     "fit --config-dir my_conf recipe=broken": ["'micro_batch_sizes' not found", "did you mean micro_batch_size?"],
-    "fit --config-dir my_conf recipe=mine module._target_=my_modul.MyModule": ["my_modul.MyModule", "must be installed"],
+    "fit --config-dir my_conf recipe=mine module._target_=my_modul.MyModule": ["no module 'my_modul'", "be installed"],
     "fit --config-dir my_conf recipe=mine module._target_=my_module.MyModul": ["did you mean my_module.MyModule?"],
     "fit --config-dir my_conf recipe=mine +callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStoping": [
         "has no 'EarlyStoping'", "did you mean lightning.pytorch.callbacks.EarlyStopping?",
     ],
-    "test --config-dir my_conf recipe=mine module._target_=my_module.NoTest": ["has no test_step", "define it"],
+    "test --config-dir my_conf recipe=mine module._target_=my_module.NoTest ckpt_path=initial": [
+        "has no test_step", "define it, or type another class",
+    ],
 }  # fmt: skip
 KEYS = {
     "max_epoch=3": ["max_epoch=3", "type max_epochs=3"],
@@ -68,7 +70,7 @@ VALUES = {
     "devices=two": ["devices=two", "at least 1 and at most 4096 or auto"],
     "optimizer.lr=fast": ["optimizer.lr=fast", "a finite number", "type optimizer.lr=0.001"],
     "optimizer.betas=0.9,0.99": ["optimizer.betas=0.9,0.99", "a list is 'optimizer.betas=[0.9,0.99]'"],
-    "module.channels=[16,32": ["module.channels=[16,32: ", "type 'module.channels=[16,32]'"],
+    "module.channels=[16,32": ["module.channels=[16,32: this is not key=value", "type for example max_steps=100"],
     "micro_batch_size=0": ["micro_batch_size=0", "at least 1 or auto, or null"],
     "global_batch_size=33": ["global_batch_size=33", "global_batch_size=32 or 40"],
     "optimizer=adam": ["optimizer=adam: unknown", "did you mean adamw?"],
@@ -78,9 +80,9 @@ VALUES = {
     "accelerator=gpu": ["accelerator=gpu", "type accelerator=cpu"],
     "strategy=single devices=2": ["strategy=single", "type devices=1 or strategy=ddp"],
     "strategy=tensor strategy.tensor=3 devices=4": ["tensor=3", "(1, 2, 4)"],
-    "ckpt_path=nothing.ckpt": ["ckpt_path=nothing.ckpt", "no such file", "leave ckpt_path out"],
+    "ckpt_path=nothing.ckpt": ["ckpt_path=nothing.ckpt", "no such file", "type another path, or leave"],
     "ckpt_path=damaged": ["ckpt_path=damaged", "not JSON", "use another"],
-    "init_from=nothing.safetensors": ["init_from=nothing.safetensors", "type a .safetensors file"],
+    "init_from=nothing.safetensors": ["init_from=nothing.safetensors", "type another path, or leave"],
     "run_dir=my_module.py": ["run_dir=my_module.py", "is a file; type another run_dir="],
     "run_dir=${oc.env:NOPE}/x": ["'NOPE' not found", "type export NOPE=..."],
     "recipe=gpt data.path=nothing.txt": ["data.path=nothing.txt does not exist", "Type a text file"],
