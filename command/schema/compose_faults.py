@@ -167,7 +167,7 @@ def _expected(path: str) -> str:
     """Return the types of a key in words: "a whole number or null (off)"."""
     declared = _schema_at(path)
     options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    rule = next((item.metadata for item in fields(RunConfig) if item.name == path), {})
+    rule = next((dict(item.metadata) for item in fields(RunConfig) if item.name == path), dict[str, Any]())
     words = {**_WORDS, str: " or ".join(rule.get("words", ())) or _WORDS[str]}
     return " or ".join(words.get(option, f"a {getattr(option, '__name__', option)}") for option in options)
 
@@ -188,8 +188,7 @@ def key_of(override: str) -> str:
 def choice_in_file(name: str, group: str, choices: Sequence[str]) -> str | None:
     """Return what to type for a choice given as its file; None if `name` is no file."""
     file = Path(name)
-    folder = file.parent.parent if file.parent.name == group else "<folder>"
-    place = "" if file.stem in choices else f"--config-dir {folder} "
+    place = "" if file.stem in choices else f"--config-dir {file.parents[1] if file.parent.name == group else 'DIR'} "
     typed = f"a choice is typed without folder and ending; type {place}{group}={file.stem}"
     return typed if file.suffix in (".yaml", ".yml") else None
 
