@@ -318,8 +318,9 @@ class _Composer:
         if key.split(".")[0] in free or key in self.groups:
             return text
         if key.split(".")[0] not in _PLAIN_KEYS:
-            return self.faults.append(ComposeFault(text, key, "unknown key"))
-        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null to turn it off")
+            self.faults.append(ComposeFault(text, key, "unknown key"))
+        else:
+            self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null to turn it off")
         return None
 
     def _examine_choice(self, override: Override, group: str, text: str) -> str | None:

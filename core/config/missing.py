@@ -62,7 +62,7 @@ def _reason(cfg: DictConfig, message: str) -> str:
     key = re.search(r"Interpolation key '([\w.]+)' not found", message)
     parent = key[1].rpartition(".")[0] if key else ""
     node = OmegaConf.select(cfg, parent) if parent else cfg
-    names = [f"{parent}.{name!s}".lstrip(".") for name in node] if isinstance(node, DictConfig) else []
+    names = [".".join(filter(None, (parent, str(name)))) for name in node] if isinstance(node, DictConfig) else []
     return f"{message}; {did_you_mean(key[1], names, 'keys', '`--print-config`')}" if key else message
 
 
