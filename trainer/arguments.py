@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from inspect import signature
 from typing import Any, get_args
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -23,7 +25,9 @@ from trainwright.core.problems import did_you_mean
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import AutocastPrecision
 from trainwright.strategies.contract.registry import is_strategy, make_strategy, strategy_names, strategy_options
+from trainwright.trainer.argument_types import type_problems
 from trainwright.trainer.data.partition import PARTITIONS
+from trainwright.trainer.loggers.failed import no_logs_without_a_batch
 
 
 def check_data_options(
@@ -126,13 +130,19 @@ def check_words(trainer: type, kwargs: Mapping[str, Any]) -> None:
 
 
 def of_lightning(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of the Trainer take lists of OmegaConf, and refuse objects of the package ``pytorch_lightning``."""
+    """Let a method of the Trainer take lists of OmegaConf, refuse wrong arguments, and leave no logs without a step."""
 
     @wraps(run)
     def checked(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tuple(map(python_value, args)), python_values(kwargs)
         refuse_other_package((*args, *kwargs.values()))
-        return run(self, *args, **kwargs)
+        refuse_unknown_arguments(run, kwargs)
+        given = signature(run).bind_partial(self, *args, **kwargs).arguments
+        refuse_uninitialized(given.get("model"))
+        if problems := type_problems(run, given):
+            raise TypeError("; ".join(problems))
+        with no_logs_without_a_batch(self):
+            return run(self, *args, **kwargs)
 
     return checked
 
@@ -149,6 +159,17 @@ def refuse_other_package(given: Iterable[Any]) -> None:
                 f"{type(each).__name__} is of the package pytorch_lightning, whose classes are not those of Lightning. "
                 "Where it is defined, type `import lightning.pytorch as pl`; the names in it are the same."
             )
+
+
+def refuse_uninitialized(model: Any) -> None:
+    """Raise if a module's ``__init__`` has not called that of its base class.
+
+    Raises:
+        TypeError: with what to type.
+    """
+    if isinstance(model, torch.nn.Module) and "_modules" not in vars(model):
+        name = type(model).__name__
+        raise TypeError(f"model={name}(...): its __init__ must begin with the line super().__init__(); type it there.")
 
 
 def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:

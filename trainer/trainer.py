@@ -46,6 +46,7 @@ from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.precision import set_loss_scale
 from trainwright.strategies.contract.registry import strategy_names
+from trainwright.trainer.argument_types import explained, type_problems
 from trainwright.trainer.arguments import (
     accelerator_for,
     check_data_options,
@@ -82,7 +83,9 @@ def _with_environment(init: _Init) -> _Init:
 
     @wraps(init)
     def wrapper(self: Trainer, **kwargs: Any) -> None:
-        init(self, **from_environment(type(self), kwargs))
+        given = from_environment(type(self), kwargs)
+        with explained(type_problems(LightningTrainer.__init__, given), given):
+            init(self, **given)
 
     return cast(_Init, wrapper)
 
