@@ -26,6 +26,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
@@ -46,7 +47,6 @@ from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.communication.options import OFF
 from trainwright.strategies.contract.precision import set_loss_scale
 from trainwright.strategies.contract.registry import strategy_names
-from trainwright.trainer.argument_types import explained, type_problems
 from trainwright.trainer.arguments import (
     accelerator_for,
     check_data_options,
@@ -56,6 +56,7 @@ from trainwright.trainer.arguments import (
     of_lightning,
     refuse_other_package,
     resolve_strategy,
+    type_problems,
     with_progress_bar,
 )
 from trainwright.trainer.balance.balance import Balance, make_balance
@@ -84,8 +85,15 @@ def _with_environment(init: _Init) -> _Init:
     @wraps(init)
     def wrapper(self: Trainer, **kwargs: Any) -> None:
         given = from_environment(type(self), kwargs)
-        with explained(type_problems(LightningTrainer.__init__, given), given):
+        problems = type_problems(LightningTrainer.__init__, given)
+        try:
             init(self, **given)
+        except (MisconfigurationException, TypeError, ValueError) as error:  # of Lightning, whose kind is kept
+            named = [f"{name}={value!r}" for name, value in given.items() if f"`{name}`" in str(error)]
+            error.args = ("; ".join([*(problems or named), str(error)]),)
+            raise
+        if problems:
+            raise TypeError("; ".join(problems))
 
     return cast(_Init, wrapper)
 

@@ -98,7 +98,7 @@ def unknown_options(schema: type, given: Iterable[str], prefix: str) -> list[str
     return [f"{prefix}{name}: there is no such option; {hint}" for name, hint in near.items()]
 
 
-def refuse_unknown_arguments(owner: Callable[..., Any], given: Mapping[str, Any], *others: Any, **choices: Collection[str]) -> None:
+def refuse_unknown_arguments(owner: Any, given: Mapping[str, Any], *others: Any, **choices: Collection[str]) -> None:
     """Raise if a constructor or function gets arguments that do not exist.
 
     Args:
@@ -112,15 +112,19 @@ def refuse_unknown_arguments(owner: Callable[..., Any], given: Mapping[str, Any]
     """
     takers = [*(each.__init__ for each in getattr(owner, "__mro__", ())), *others] or [owner]
     names = {name for each in takers for name in signature(each).parameters} - {"self", "args", "kwargs", "_target_"}
-    words, shown_by = Vocabulary(names, choices), f"help({owner.__name__})"
+    words, shown_by = Vocabulary(names, choices, _shown), f"help({owner.__qualname__})"
     problems = (
-        f"{name}={given[name]!r}: there is no such argument; "
+        f"{name}={_shown(given[name])}: there is no such argument; "
         + (words.meaning(name, given[name]) or did_you_mean(name, names, "arguments", shown_by))
         for name in given
         if name not in names
     )
     if text := "; ".join(problems):
-        raise TypeError(f"{owner.__name__}: {text}")
+        raise TypeError(f"{owner.__qualname__}: {text}")
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__}(...)" if " object at 0x" in repr(value) else repr(value)
 
 
 def value_problems(schema: type, given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
