@@ -14,6 +14,7 @@ devices gpus ngpus processes nproc_per_node tpu_cores ipus; nodes nnodes; lr lea
 ; gradient_clip_val grad_clip gradient_clipping clip_grad_norm grad_norm; ckpt_path resume_from_checkpoint
 ; run_dir default_root_dir output_dir log_dir hydra.run.dir hydra.sweep.dir; launch launcher hydra/launcher
 ; recipe experiment config config_name datamodule dataset; enable_model_summary weights_summary
+; fit train training; test eval evaluate; validate val eval evaluate; predict infer inference
 ; checkpoint enable_checkpointing checkpoint_callback; monitor enable_progress_bar progress_bar_refresh_rate
 ; single single_device none; ddp dp data_parallel ddp2 horovod; deepspeed_json deepspeed; zero1 zero deepspeed
 ; zero2 shard_grad_op zero deepspeed; zero3 fsdp fsdp1 fsdp2 fsdp_cpu full_shard hsdp zero deepspeed
