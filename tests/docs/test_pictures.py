@@ -22,7 +22,7 @@ def test_the_picture_of_a_layout_is_the_one_that_is_drawn() -> None:
 
 def test_no_text_of_the_picture_crosses_the_edge_of_a_box() -> None:
     pixels = 12 * 0.55  # of a character of a wide sans-serif font
-    shapes = list(ElementTree.parse(PICTURES / "layout.svg").getroot())  # noqa: S314 - a file of this repository
+    shapes = list(ElementTree.parse(PICTURES / "layout.svg").getroot())
     number = {shape: {name: float(value) for name, value in shape.items() if value[0].isdigit()} for shape in shapes}
     frame, *boxes = [number[shape] for shape in shapes if shape.tag.endswith("rect")]
     texts = [shape for shape in shapes if shape.tag.endswith("text")]
