@@ -15,6 +15,7 @@ devices gpus ngpus processes nproc_per_node tpu_cores ipus; nodes nnodes; lr lea
 ; run_dir default_root_dir output_dir log_dir hydra.run.dir hydra.sweep.dir; launch launcher hydra/launcher
 ; train_dataloaders dataloaders train_dataloader dataloader train_loader loader
 ; recipe experiment config config_name datamodule dataset; enable_model_summary weights_summary
+; fit train training; test eval evaluate; validate val eval evaluate; predict infer inference
 ; checkpoint enable_checkpointing checkpoint_callback; monitor enable_progress_bar progress_bar_refresh_rate
 ; single single_device none; ddp dp data_parallel ddp2 horovod ddp_find_unused_parameters_true
 ; deepspeed_json deepspeed; zero1 zero deepspeed; zero2 shard_grad_op zero deepspeed

@@ -166,6 +166,12 @@ def test_parameter_servers_push_with_the_codec_of_the_group(tmp_path: Path) -> N
     assert codec.row_bytes(640) == Int8(block=64).row_bytes(640) != Int8(256).row_bytes(640)
 
 
+def test_a_progress_bar_of_the_recipe_replaces_the_default(tmp_path: Path) -> None:
+    bar = "lightning.pytorch.callbacks.RichProgressBar"
+    words = ("recipe=digits", "accelerator=cpu", f"run_dir={tmp_path}", f"+callbacks.bar._target_={bar}")
+    assert type(build_trainer(compose(None, words)).progress_bar_callback).__name__ == "RichProgressBar"
+
+
 # ---- loss guards -----------------------------------------------------------------------------------------------------
 
 GUARD = {"_target_": "trainwright.callbacks.guard.loss_guard.LossGuard", "policy": "rollback"}
