@@ -88,8 +88,7 @@ class HuggingFaceModule(LanguageModule):
             config = auto.for_model(sizes.pop("model_type"), **sizes)
         else:
             config = auto.from_pretrained(self.pretrained, local_files_only=True, trust_remote_code=False, **sizes)
-        found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        attention = _attention_of(found)
+        attention = _attention_of(transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         if self.pretrained is not None and not self.deferred:
             return self._load(config, attention)
         made: Any = transformers.AutoModelForCausalLM.from_config(

@@ -27,6 +27,7 @@ from trainwright.strategies.base.parameter_memory import check_memory
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share
 from trainwright.strategies.base.whole.strategy import Wholes
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Tables
@@ -286,11 +287,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             super().teardown()
             return
         self._step.leave(self.root_device, self._failed)
-        module, self._lightning_module = self._lightning_module, None
-        try:
+        with with_attributes(self, _lightning_module=None):
             super().teardown()  # without the module, whose move would bypass FSDP2
-        finally:
-            self._lightning_module = module
 
     # ---- compression ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule
 
 from trainwright.core.run.traits import traits_of
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.strategies.plan.module_state import ModuleState
 from trainwright.trainer.data.data_order import DealingSampler
@@ -113,10 +114,9 @@ class DealtEvaluation:
 def without_trace(trainer: Any) -> Iterator[None]:
     """Restore the module after a ``with`` block (buffers, metrics, lists, numbers), in which no callback is called."""
     module: LightningModule = trainer.lightning_module
-    kept, callbacks = ModuleState(module), trainer.callbacks
-    trainer.callbacks = []
+    kept = ModuleState(module)
     try:
-        yield
+        with with_attributes(trainer, callbacks=[]):
+            yield
     finally:
-        trainer.callbacks = callbacks
         kept.restore()

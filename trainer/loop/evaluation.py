@@ -14,6 +14,7 @@ from torch import Tensor
 from trainwright.checkpoint.exchange.distinct import all_gather_values
 from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
 from trainwright.core.run.peers import peers_of
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.ranks import ranks_of
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.trainer.data.reading import weigher_of
@@ -180,13 +181,9 @@ class OrderedPredictionLoop(_PredictionLoop):
         if len(others) == len(callbacks):
             yield
             return
-        if not ranks.leads_data_rank:
-            trainer.callbacks = others
-        try:
-            with ranks.among_data_ranks():
-                yield
-        finally:
-            trainer.callbacks = callbacks
+        called = callbacks if ranks.leads_data_rank else others
+        with with_attributes(trainer, callbacks=called), ranks.among_data_ranks():
+            yield
 
     def on_run_end(self) -> Any:
         """Call the hooks of the end."""

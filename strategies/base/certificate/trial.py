@@ -215,16 +215,12 @@ def quiet(strategy: Compared) -> Iterator[None]:
     """Disable hooks, loggers, loss scaling and sample weights in a ``with`` block."""
     trainer: Any = strategy.lightning_module.trainer
     plugin = strategy.precision_plugin
-    loggers = trainer.loggers
+    loggers = [DummyLogger()] if trainer.loggers else []
     with ExitStack() as stack:
         stack.enter_context(with_attributes(plugin, hooks=SimpleNamespace(heard=frozenset()), scaler=None))
         stack.enter_context(with_attributes(strategy, loss_factor=1.0, loss_divisor=1.0))
         if strategy.averaging.compression is not None:
             # Compressed averages are lossy: compare the mean of each replica's own gradients instead.
             stack.enter_context(strategy.averaging.accumulating())
-        stack.enter_context(with_attributes(trainer, token_weights=None))
-        trainer.loggers = [DummyLogger()] if loggers else []
-        try:
-            yield
-        finally:
-            trainer.loggers = loggers
+        stack.enter_context(with_attributes(trainer, token_weights=None, _loggers=loggers))
+        yield
