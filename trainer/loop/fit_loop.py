@@ -28,10 +28,9 @@ from trainwright.strategies.data.sharding.gathering import shard_after_error
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.data.reading import describe, leased_batches, position, refuse_cycled_shards, resume_loaders
 from trainwright.trainer.loop.counters import cursor_of_counters, measure_limits, reopen, set_all, set_batches
-from trainwright.trainer.loop.data_ranks import DataRanks
 from trainwright.trainer.loop.epoch import LeanEpochLoop
 from trainwright.trainer.loop.reloaded import made_in_epoch
-from trainwright.trainer.loop.remembered_logs import collect_entries, redistribute, reset_metrics
+from trainwright.trainer.loop.remembered_logs import DataRanks, collect_entries, redistribute, reset_metrics
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
