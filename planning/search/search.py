@@ -41,7 +41,7 @@ from trainwright.strategies.compose.rules import (
     manual_optimization_problems,
     optimizer_problem,
 )
-from trainwright.strategies.data.zero_options import OFFLOADS
+from trainwright.strategies.data.options import OFFLOADS
 from trainwright.strategies.pipeline.schedules import can_run
 from trainwright.strategies.plan.model_plan import ModelPlan
 

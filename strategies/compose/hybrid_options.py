@@ -21,7 +21,7 @@ from trainwright.strategies.compose.rules import (
     sync_batchnorm_problem,
 )
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
-from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.data.options import ZeroOptions
 from trainwright.strategies.parameter_server.tables.placement import placement_problems, placement_run_problems
 from trainwright.strategies.pipeline.schedules import CHOICES, can_run
 

@@ -21,11 +21,11 @@ from trainwright.strategies.contract.options import StrategyOptions
 GROUP = "trainwright.strategies"
 """Group of entry points."""
 _OPTIONS = {
-    "single": "data.single_options.SingleOptions",
-    "ddp": "data.ddp_options.DDPOptions",
-    "zero1": "data.zero_options.Zero1Options",
-    "zero2": "data.zero_options.Zero2Options",
-    "zero3": "data.zero_options.Zero3Options",
+    "single": "data.options.SingleOptions",
+    "ddp": "data.options.DDPOptions",
+    "zero1": "data.options.Zero1Options",
+    "zero2": "data.options.Zero2Options",
+    "zero3": "data.options.Zero3Options",
     "hybrid": "compose.hybrid_options.HybridOptions",
     "tensor": "compose.hybrid_options.TensorOptions",
     "pipeline": "compose.hybrid_options.PipelineOptions",

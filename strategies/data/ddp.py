@@ -27,7 +27,7 @@ from trainwright.strategies.contract.communication.advice import best_piece_byte
 from trainwright.strategies.contract.same_model import differ_between_ranks
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
 from trainwright.strategies.data.batch_norm import adapt_layer_sync
-from trainwright.strategies.data.ddp_options import DDPOptions
+from trainwright.strategies.data.options import DDPOptions
 
 # Bytes; smaller buckets cost more in calls than the link model accounts for.
 _LEAST_BUCKET = 2**18

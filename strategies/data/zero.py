@@ -35,6 +35,7 @@ from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.data.batch_norm import adapt_layer_sync
 from trainwright.strategies.data.optimizers.owners import Owners, load_states, with_whole_states
 from trainwright.strategies.data.optimizers.shared import SharedOptimizers
+from trainwright.strategies.data.options import ZeroOptions
 from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
@@ -42,7 +43,6 @@ from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulat
 from trainwright.strategies.data.sharding.originals import Originals
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
-from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.plan.slots import find_slots
 from trainwright.strategies.state.shards import ParameterShard, gradient_problems
 from trainwright.strategies.state.wholes import gather_tree

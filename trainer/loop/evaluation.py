@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values
-from trainwright.core.lightning_internals import _EvaluationLoop, _PredictionLoop
+from trainwright.core.lightning_internals import _EvaluationLoop, _Loop, _PredictionLoop
 from trainwright.core.run.peers import peers_of
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.ranks import ranks_of
@@ -25,12 +25,27 @@ from trainwright.trainer.loop.remembered_logs import match_logged
 from trainwright.trainer.loop.results import LeanResults
 
 
-class ExactEvaluationLoop(_EvaluationLoop):
+class _DealtLoop(_Loop):
+    """Parts shared by loops on dealt batches."""
+
+    _dealt: DealtEvaluation
+    _collected: CollectedOutputs
+
+    def on_run_start(self) -> None:
+        """Call the hooks of the start."""
+        super().on_run_start()  # type: ignore[misc]
+        self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
+
+    def on_run_end(self) -> Any:
+        """Call the hooks of the end."""
+        with self._collected.whole():
+            return super().on_run_end()  # type: ignore[misc]
+
+
+class ExactEvaluationLoop(_DealtLoop, _EvaluationLoop):
     """Lightning's evaluation loop on the batches of one process; those that a rank runs along have no effect."""
 
     _results: LeanResults
-    _dealt: DealtEvaluation
-    _collected: CollectedOutputs
 
     def __init__(
         self, trainer: Trainer, trainer_fn: TrainerFn, stage: RunningStage, verbose: bool, inference_mode: bool
@@ -81,11 +96,6 @@ class ExactEvaluationLoop(_EvaluationLoop):
         super().reset()
         self._max_batches = shown
 
-    def on_run_start(self) -> None:
-        """Call the hooks of the start."""
-        super().on_run_start()
-        self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
-
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         if batch_idx == dataloader_idx == 0:
             peers_of(self.trainer.strategy).share()  # after hooks, which may exchange weights for averages
@@ -117,20 +127,13 @@ class ExactEvaluationLoop(_EvaluationLoop):
             match_logged(self._results, gather, trainer.lightning_module, trainer.strategy.reduce)
         super()._store_dataloader_outputs()
 
-    def on_run_end(self) -> Any:
-        """Call the hooks of the end."""
-        with self._collected.whole():
-            return super().on_run_end()
 
-
-class OrderedPredictionLoop(_PredictionLoop):
+class OrderedPredictionLoop(_DealtLoop, _PredictionLoop):
     """Lightning's prediction loop; every rank returns the predictions of all ranks in sample order.
 
     A ``BasePredictionWriter`` writes each sample once: on the first of the ranks that share it, and no padding.
     """
 
-    _dealt: DealtEvaluation
-    _collected: CollectedOutputs
     _place = 0  # of the present batch among those that this rank reads of a loader
 
     def setup_data(self) -> None:
@@ -145,11 +148,6 @@ class OrderedPredictionLoop(_PredictionLoop):
         shown, self.max_batches = self.max_batches, self._dealt.limits(float("inf"))
         super().reset()
         self.max_batches = shown
-
-    def on_run_start(self) -> None:
-        """Call the hooks of the start."""
-        super().on_run_start()
-        self._collected = CollectedOutputs(self.trainer, self._dealt.is_exact)
 
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         if dataloader_iter is not None and self.num_dataloaders == 1:
@@ -184,11 +182,6 @@ class OrderedPredictionLoop(_PredictionLoop):
         called = callbacks if ranks.leads_data_rank else others
         with with_attributes(trainer, callbacks=called), ranks.among_data_ranks():
             yield
-
-    def on_run_end(self) -> Any:
-        """Call the hooks of the end."""
-        with self._collected.whole():
-            return super().on_run_end()
 
     def _on_predict_epoch_end(self) -> Any:
         with self._writing():

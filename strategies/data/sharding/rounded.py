@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in autocast's 16-bit dtype, beside others of the same block in full precision."""
+"""Weights that autocast rounds at every use, which FSDP2 gathers in 16 bit, beside others of the same block."""
 
 from __future__ import annotations
 
@@ -114,16 +114,8 @@ def gather_rounded(block: nn.Module, weights: Collection[str], dtype: torch.dtyp
 
 
 _PRODUCTS = {
-    layer.forward
-    for layer in (
-        nn.Linear,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-    )
+    nn.Linear.forward,
+    *(getattr(nn, f"{kind}{dims}d").forward for kind in ("Conv", "ConvTranspose") for dims in (1, 2, 3)),
 }
 # Their fused inference kernels read weights of inner layers, all in one dtype, without autocast.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
