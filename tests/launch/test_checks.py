@@ -19,8 +19,7 @@ from trainwright.strategies.averaging.compression.options import CompressionChoi
 from trainwright.strategies.compose.check_strategy import strategy_problems
 from trainwright.strategies.compose.world import options_of
 from trainwright.strategies.contract.options import PlannedRun
-from trainwright.strategies.data.ddp_options import DDPOptions
-from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.data.options import DDPOptions, ZeroOptions
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 
 SERVER = ("recipe=digits", "strategy=parameter_server", "devices=2", "accelerator=cpu")
