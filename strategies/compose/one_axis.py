@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from trainwright.strategies.compose.hybrid import HybridStrategy
-from trainwright.strategies.compose.hybrid_options import (
-    ContextOptions,
-    ExpertOptions,
-    PipelineOptions,
-    TensorOptions,
-)
+from trainwright.strategies.compose.hybrid_options import ContextOptions, ExpertOptions, PipelineOptions, TensorOptions
 
 
 class TensorParallelStrategy(HybridStrategy):
