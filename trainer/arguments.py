@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.progress.progress_bar import ProgressBar
+from trainwright.core.config.lightning_alias import refuse_other_package
 from trainwright.core.config.options import refuse, refuse_unknown_arguments
 from trainwright.core.config.references import python_value, python_values
 from trainwright.core.config.synonyms import Vocabulary, names_for
@@ -126,7 +127,7 @@ def check_words(trainer: type, kwargs: Mapping[str, Any]) -> None:
 
 
 def of_lightning(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of the Trainer take lists of OmegaConf, and refuse objects of the package ``pytorch_lightning``."""
+    """Let a method of the Trainer take lists of OmegaConf, and refuse objects of ``pytorch_lightning``."""
 
     @wraps(run)
     def checked(self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -135,20 +136,6 @@ def of_lightning(run: Callable[..., Any]) -> Callable[..., Any]:
         return run(self, *args, **kwargs)
 
     return checked
-
-
-def refuse_other_package(given: Iterable[Any]) -> None:
-    """Raise if an argument, or an element of one, is of the package ``pytorch_lightning``.
-
-    Raises:
-        TypeError: with what to type.
-    """
-    for each in (each for value in given for each in _listed(value)):
-        if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(each).__mro__):
-            raise TypeError(
-                f"{type(each).__name__} is of the package pytorch_lightning, whose classes are not those of Lightning. "
-                "Where it is defined, type `import lightning.pytorch as pl`; the names in it are the same."
-            )
 
 
 def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:

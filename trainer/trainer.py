@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
+from trainwright.core.config.lightning_alias import refuse_other_package
 from trainwright.core.config.options import refuse
 from trainwright.core.failures.failure import describe_end
 from trainwright.core.failures.uncaught import STARTED, Uncaught, is_one_of_many, report_uncaught
@@ -53,7 +54,6 @@ from trainwright.trainer.arguments import (
     fp16_on_cpu,
     from_environment,
     of_lightning,
-    refuse_other_package,
     resolve_strategy,
     with_progress_bar,
 )
@@ -168,7 +168,7 @@ class Trainer(RunTrainer):
         end_with_agent()
         if is_one_of_many():
             report_uncaught(run_dir)
-        refuse_other_package(kwargs.values())
+        refuse_other_package([strategy, *kwargs.values()])
         check_words(type(self), kwargs)
         check_data_options(global_batch_size, data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))
