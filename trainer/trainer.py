@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
+from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -78,12 +79,19 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def _with_environment(init: _Init) -> _Init:
-    """Complete arguments from the variables ``PL_TRAINER_<ARGUMENT>``."""
+    """Complete arguments from the variables ``PL_TRAINER_<ARGUMENT>``; the signature shows Lightning's arguments, too.
+
+    Libraries look there for arguments that a Trainer takes.
+    """
 
     @wraps(init)
     def wrapper(self: Trainer, **kwargs: Any) -> None:
         init(self, **from_environment(type(self), kwargs))
 
+    own, theirs = signature(init), signature(LightningTrainer.__init__).parameters
+    both = {**own.parameters, **theirs, **own.parameters}
+    both.pop("kwargs")
+    wrapper.__signature__ = own.replace(parameters=list(both.values()))  # type: ignore[attr-defined]
     return cast(_Init, wrapper)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +144,7 @@ class OrderedDataConnector(_DataConnector):
             self._restorers[loader] = restorer
         if training:
             current = trainer.fit_loop.epoch_loop.batch_progress.current
-            sampler.consumed = lambda: current.ready
+            sampler.consumed = partial(getattr, current, "ready")  # a Trainer can be pickled
             # Lightning then knows that the loader can resume within an epoch.
             dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
             if trainer.seed_samples:
