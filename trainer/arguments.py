@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.progress.progress_bar import ProgressBar
+from trainwright.core.config.lightning_alias import refuse_other_package
 from trainwright.core.config.options import members, refuse, refuse_unknown_arguments
 from trainwright.core.config.references import python_value, python_values
 from trainwright.core.config.synonyms import Vocabulary, names_for
@@ -186,20 +187,6 @@ def type_problems(run: Callable[..., Any], given: Mapping[str, Any]) -> list[str
 def _takes(kind: Any, value: Any) -> bool:
     is_number = kind in (bool, int) and isinstance(value, int | float) and value % 1 == 0  # such as max_steps=1e5
     return is_number or kind is Any or get_origin(kind) is Literal or isinstance(value, get_origin(kind) or kind)
-
-
-def refuse_other_package(given: Iterable[Any]) -> None:
-    """Raise if an argument, or an element of one, is of the package ``pytorch_lightning``.
-
-    Raises:
-        TypeError: with what to type.
-    """
-    for each in (each for value in given for each in _listed(value)):
-        if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(each).__mro__):
-            raise TypeError(
-                f"{type(each).__name__} is of the package pytorch_lightning, whose classes are not those of Lightning. "
-                "Where it is defined, type `import lightning.pytorch as pl`; the names in it are the same."
-            )
 
 
 def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:

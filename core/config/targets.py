@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
+from trainwright.core.config.lightning_alias import lightning_path
 from trainwright.core.problems import did_you_mean
 
 _OWN = "trainwright"
@@ -59,7 +60,7 @@ def lineage(target: str) -> Iterator[str]:
     """
     waiting, seen = [target], {target}
     while waiting:
-        path = waiting.pop(0)
+        path = lightning_path(waiting.pop(0))
         yield path
         found = [base for base in definition(path)[1] if base not in seen]
         seen.update(found)
@@ -73,7 +74,7 @@ def problem_of_target(key: str, target: str) -> str | None:
         key: of the target in the configuration.
         target: dotted path of a class or function.
     """
-    parts = target.split(".")
+    parts = lightning_path(target).split(".")
     where = f"{key}._target_={target}"
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return f"{where}: not the path of a class; type package.module.ClassName"
