@@ -194,6 +194,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if fitting:
             self.averaging.set_up(plain_after_backward=True)
             self._record_frozen()
+        if self._step is not None:
+            self._step._get_fsdp_state()._lazy_init()  # adds hooks, otherwise in the first step
         self.certificate.set_up(self)
         self.state.load_initial_weights()
         self._wholes.show_in_hooks(trainer)
