@@ -139,7 +139,7 @@ def test_split_objects() -> None:
         assert torch.equal(graphs.x, torch.cat(wanted))
         assert graphs.follows == ["x"]
     assert batch_size_of(Nodes(*rows)) == 3
-    with pytest.raises(ValueError, match=r"'y' .* register_batch\(cls, size, select\)"):
+    with pytest.raises(ValueError, match=r"'y' .*register_batch\(cls, size, select\)"):
         split_batch({**batch, "y": torch.arange(4)}, 2)
 
 
