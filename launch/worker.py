@@ -150,7 +150,10 @@ def _built(value: DictConfig, key: str, kind: type) -> Any:
 def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> Trainer:
     """Build the Trainer with its strategy, callbacks and loggers."""
     asked, cfg = cfg, resolved(cfg)
-    callbacks = [built for group in ("monitor", "checkpoint", "callbacks") for built in _build_all(cfg, group)]
+    monitors, saving, own = (_build_all(cfg, group) for group in ("monitor", "checkpoint", "callbacks"))
+    if any(isinstance(each, ProgressBar) for each in own):  # the user's replaces the default: a Trainer has only one
+        monitors = [each for each in monitors if not isinstance(each, ProgressBar)]
+    callbacks = [*monitors, *saving, *own]
     _set_peak_flops(cfg, callbacks)
     callbacks.append(instantiate(cfg.preemption, _convert_="all"))
     callbacks += [*_watchdog(cfg, callbacks), *scheduled(cfg, callbacks)]

@@ -26,6 +26,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
@@ -55,6 +56,7 @@ from trainwright.trainer.arguments import (
     of_lightning,
     refuse_other_package,
     resolve_strategy,
+    type_problems,
     with_progress_bar,
 )
 from trainwright.trainer.balance.balance import Balance, make_balance
@@ -82,7 +84,16 @@ def _with_environment(init: _Init) -> _Init:
 
     @wraps(init)
     def wrapper(self: Trainer, **kwargs: Any) -> None:
-        init(self, **from_environment(type(self), kwargs))
+        given = from_environment(type(self), kwargs)
+        problems = type_problems(LightningTrainer.__init__, given)
+        try:
+            init(self, **given)
+        except (MisconfigurationException, TypeError, ValueError) as error:  # of Lightning, whose kind is kept
+            named = [f"{name}={value!r}" for name, value in given.items() if f"`{name}`" in str(error)]
+            error.args = ("; ".join([*(problems or named), str(error)]),)
+            raise
+        if problems:
+            raise TypeError("; ".join(problems))
 
     return cast(_Init, wrapper)
 

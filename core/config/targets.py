@@ -90,7 +90,8 @@ def problem_of_target(key: str, target: str) -> str | None:
         return None
     if parts[0] == _OWN and (places := _places_of(parts[-1])):
         return f"{where}: {parts[-1]} has moved; type {key}._target_={' or '.join(places)}"
-    defined = sorted(f"{module}.{name}" for name, is_own in names.items() if is_own and not name.startswith("_"))
+    imports = not any(names.values())  # all that it offers
+    defined = sorted(f"{module}.{name}" for name, own in names.items() if (own or imports) and name[0] != "_")
     return f"{where}: {module} has no {rest[0]!r}; {did_you_mean(f'{module}.{rest[0]}', defined, 'it defines')}"
 
 
@@ -214,7 +215,7 @@ def _top_level_names(spec: ModuleSpec) -> dict[str, bool] | None:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {(alias.asname or alias.name).split(".")[0]: False for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names[node.id] = True
+            names[node.id] = node.id != "__all__"
     return None if "*" in names or "__getattr__" in names else names
 
 

@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from trainwright.strategies.context.documents import document_attention, document_mask
     from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
     from trainwright.strategies.data.ddp import DDPStrategy
-    from trainwright.strategies.data.ddp_options import DDPOptions
+    from trainwright.strategies.data.options import DDPOptions, ZeroOptions
     from trainwright.strategies.data.single import SingleDeviceStrategy
     from trainwright.strategies.data.zero import ZeroStrategy
-    from trainwright.strategies.data.zero_options import ZeroOptions
     from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
     from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
     from trainwright.strategies.pipeline.batch_kinds import register_batch
@@ -61,8 +60,8 @@ _LOCATIONS = {
     "LocalSGDStrategy": "trainwright.strategies.local_updates.strategy",
     "DiLoCoStrategy": "trainwright.strategies.local_updates.strategy",
     "StrategyOptions": "trainwright.strategies.contract.options",
-    "DDPOptions": "trainwright.strategies.data.ddp_options",
-    "ZeroOptions": "trainwright.strategies.data.zero_options",
+    "DDPOptions": "trainwright.strategies.data.options",
+    "ZeroOptions": "trainwright.strategies.data.options",
     "HybridOptions": "trainwright.strategies.compose.hybrid_options",
     "PlannedRun": "trainwright.strategies.contract.options",
     "Layout": "trainwright.core.layout",

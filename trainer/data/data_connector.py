@@ -34,9 +34,8 @@ from trainwright.trainer.data.loaders import (
     replace_batches,
 )
 from trainwright.trainer.data.partition import RangePartition, SamplePartition
-from trainwright.trainer.data.reading import hash_partition
+from trainwright.trainer.data.reading import hash_partition, seed_samples
 from trainwright.trainer.data.remembered_states import RememberedStates, state_source
-from trainwright.trainer.data.seeded_samples import seed_samples
 from trainwright.trainer.data.streams.dealt import DealtLoader, uses_stream
 from trainwright.trainer.data.streams.loader import StreamLoader
 from trainwright.trainer.data.streams.shard_loader import ShardLoader

@@ -15,6 +15,7 @@ from trainwright.core.lightning_internals import (
     _IndexBatchSamplerWrapper,
     _reinstantiate_wrapped_cls,
 )
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.trainer.data.data_order import RankBatchSampler
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
 from trainwright.trainer.data.epoch_order import EpochOrder
@@ -112,13 +113,9 @@ def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: Run
 
 def rebuild(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a copy of ``loader``, of its own class and with its own arguments except for ``changes``."""
-    own = loader.__dict__["batch_sampler"]
     # Lightning would insist on rebuilding a user's batch sampler around another sampler; we replace it as a whole.
-    loader.__dict__["batch_sampler"] = BatchSampler(SequentialSampler(range(1)), 1, False)
-    try:
+    with with_attributes(loader, batch_sampler=BatchSampler(SequentialSampler(range(1)), 1, False)):
         args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
-    finally:
-        loader.__dict__["batch_sampler"] = own
     # Positional arguments by name: a positional batch_size would contradict batch_sampler.
     kwargs = {**dict(zip(getattr(loader, "__pl_saved_arg_names", ()), args, strict=False)), **kwargs, **changes}
     return _reinstantiate_wrapped_cls(loader, **kwargs)  # type: ignore[no-any-return]

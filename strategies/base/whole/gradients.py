@@ -50,8 +50,7 @@ class Gradients:
 
     def __init__(self, strategy: Shown) -> None:
         self.strategy = strategy
-        module = strategy.lightning_module
-        self._parameters = dict(module.named_parameters())
+        self._parameters = dict(strategy.lightning_module.named_parameters())
         self._read: Callable[[], Any] = type(strategy).named_gradients.__get__(strategy)
 
     def gradient_parts(self) -> Mapping[str, Tensor]:

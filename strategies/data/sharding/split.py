@@ -23,9 +23,8 @@ from trainwright.strategies.data.sharding.float8 import Scales, float8_layers, g
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
 from trainwright.strategies.data.sharding.gathering import all_parameter_groups
 from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
-from trainwright.strategies.data.sharding.rounded import gather_rounded
+from trainwright.strategies.data.sharding.rounded import exchanged_rounded, gather_rounded
 from trainwright.strategies.data.sharding.step import GatherOnCall, Step, existing_step
-from trainwright.strategies.plan.autocast_weights import exchanged_rounded
 from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.state.wholes import shard_weights_on_load
 
