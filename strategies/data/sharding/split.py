@@ -50,7 +50,8 @@ class Splitter:
         if earlier is not None:  # another run with an already sharded module
             _refuse_new(module, earlier.whole)
             move = move_whole if strategy.options.offload == "parameters" else nn.Module.to
-            move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
+            if any(each.device != strategy.root_device for each in earlier.parameters()):
+                move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
             _update_properties(earlier, device=strategy.root_device)
             return earlier
         if any(isinstance(p, DTensor) for p in module.parameters()):
