@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.data.zero import ZeroStrategy
     from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
     from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
+    from trainwright.strategies.pipeline.batch_kinds import register_batch
     from trainwright.strategies.plan.model_plan import ModelPlan
     from trainwright.trainer.data.streams.dealt import DealtStream
     from trainwright.trainer.data.streams.sharded import ShardedStream
@@ -83,6 +84,7 @@ _LOCATIONS = {
     "document_mask": "trainwright.strategies.context.documents",
     "number": "trainwright.core.config.options",
     "options_of": "trainwright.strategies.compose.world",
+    "register_batch": "trainwright.strategies.pipeline.batch_kinds",
     "run": "trainwright.command.run",
     "value_problems": "trainwright.core.config.options",
     "word": "trainwright.core.config.options",
@@ -127,6 +129,7 @@ __all__ = [
     "document_mask",
     "number",
     "options_of",
+    "register_batch",
     "run",
     "value_problems",
     "word",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainwright.core.config.options import refuse
@@ -54,6 +55,29 @@ def store_contiguously(module: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
     if found:
         rank_zero_info(f"Stored contiguously, so that ranks can share it: {', '.join(folded(found))}.")
+
+
+def apply_beside(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Run ``nn.Module._apply`` on all but the parameters that are sharded already."""
+    for sub in module.modules():
+        moves_more = type(sub)._apply is not nn.Module._apply  # the states of a metric
+        if moves_more and not any(isinstance(parameter, DTensor) for parameter in sub.parameters()):
+            sub._apply(function)
+            continue
+        for parameter in sub._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                parameter.data = function(parameter.data)
+        for name, buffer in sub._buffers.items():
+            if buffer is not None:
+                sub._buffers[name] = function(buffer)
+
+
+def own_elements(module: nn.Module) -> None:
+    """Copy buffers whose elements share memory, as those of ``expand`` do: nobody can write values into them."""
+    for sub in module.modules():
+        for name, buffer in sub._buffers.items():
+            if buffer is not None and any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
+                sub._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def keep_in_place(module: nn.Module) -> None:

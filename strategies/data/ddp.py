@@ -21,6 +21,7 @@ from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.means import OverlappedMean
 from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.measures import Measures
+from trainwright.strategies.base.parameter_memory import own_elements
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
@@ -76,6 +77,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Materialize the model, prepare its blocks, then set up as Lightning does."""
+        own_elements(self.lightning_module)
         self._refuse_different_models()
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())

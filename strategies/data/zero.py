@@ -23,7 +23,7 @@ from trainwright.core.lightning_internals import _optimizers_to_device
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.certificate.certified import Certified
-from trainwright.strategies.base.parameter_memory import check_memory
+from trainwright.strategies.base.parameter_memory import check_memory, own_elements
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share
 from trainwright.strategies.base.whole.strategy import Wholes
@@ -164,6 +164,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._failed = False
         self.tables.find(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        own_elements(module)
         self._refuse_different_models()
         if fitting:
             self._layer_sync = adapt_layer_sync(self._layer_sync, self.root_device)
@@ -194,6 +195,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         if fitting:
             self.averaging.set_up(plain_after_backward=True)
             self._record_frozen()
+        if self._step is not None:
+            self._step._get_fsdp_state()._lazy_init()  # adds hooks, otherwise in the first step
         self.certificate.set_up(self)
         self.state.load_initial_weights()
         self._wholes.show_in_hooks(trainer)

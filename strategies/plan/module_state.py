@@ -16,6 +16,7 @@ from trainwright.core.torch_internals import _pytree as pytree
 TABLES = (
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 # Exact types, since subclasses may not support clearing.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)

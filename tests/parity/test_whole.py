@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import random
 import weakref
 from datetime import timedelta
@@ -144,6 +145,45 @@ def read_and_drop(layout: str) -> bool:
 @pytest.mark.parametrize("layout", ["zero3", "tensor"])
 def test_module_is_freed_after_reading_it(ranks, layout):
     assert ranks(read_and_drop, LAYOUTS[layout][0], layout) == [True, True]
+
+
+def use_after_fit(layout: str, network: str) -> dict[str, Any]:
+    """Copy, pickle, move and convert the module after ``fit``, and go on with it; returns values of each."""
+    torch.manual_seed(3)
+    module = LanguageModel(network)
+    trainer, _ = fit(layout, module)
+    module.cpu().to("cpu").eval()
+    buffer, batch, found = io.BytesIO(), next(iter(DataLoader(Texts(8), batch_size=8))), {}
+    torch.save(module, buffer)
+    buffer.seek(0)
+    copies = {
+        "copied": copy.deepcopy(module), "saved": torch.load(buffer, weights_only=False),
+        "part": copy.deepcopy(module.net), "double": module.double(), "float": module.float(),
+    }  # fmt: skip
+    for name, each in copies.items():
+        assert {type(p) for p in each.parameters()} == {nn.Parameter}
+        assert not any(type(sub).__name__.startswith("FSDP") for sub in each.modules())
+        loss = [] if name == "part" else [each.loss(batch)]
+        found[name] = torch.stack([p.double().norm() for p in each.parameters()] + loss).detach()
+    with torch.no_grad():
+        next(module.parameters()).mul_(2)
+    module.note = 7
+    trainer.save_checkpoint(f"after-{layout}")
+    found["state"] = {name: value.clone() for name, value in module.state_dict().items()}
+    found["validated"] = trainer.validate(module, loader(trainer), verbose=False)
+    if layout != "single":
+        module.double()
+        with pytest.raises(ValueError, match=r"is torch.float64 .* was torch.float32"):
+            trainer.validate(module, loader(trainer), verbose=False)
+    return {**found, "note": module.note}
+
+
+@pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline", "expert"])
+def test_an_ordinary_module_after_fit(ranks, reference, layout):
+    network = "mixtral" if layout == "expert" else "gpt-small"
+    expected = reference(use_after_fit, "single", network, timeout=200)
+    for found in ranks(use_after_fit, LAYOUTS[layout][0], layout, network, timeout=200):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def read_alone() -> float:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.strategies.base.kept_parameters import redirected
 from trainwright.strategies.base.parameter_memory import keep_in_place
+from trainwright.strategies.contract.attributes import NotCopied
 from trainwright.strategies.pipeline.cut import refresh_recurrent
 from trainwright.strategies.plan.module_state import ModuleLooks
 from trainwright.strategies.plan.slots import Slot, find_slots
@@ -43,7 +44,7 @@ class WrittenParameter:
     hooks: tuple[Any, ...] = ()
 
 
-class AsWritten:
+class AsWritten(NotCopied):
     """Snapshot of a module before a strategy replaces classes, forwards, hooks and parameters.
 
     :meth:`shown` modifies the same module objects temporarily, so that references to them (hooks, closures) stay valid.
@@ -75,14 +76,17 @@ class AsWritten:
         if known is None:
             known = cls(module)
             object.__setattr__(module, _NAME, known)
+        elif not known.is_new:
+            known._take_changes()
         return known
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """Return ``None``: a copy of the module gets its own snapshot."""
-
-    def __reduce__(self) -> Any:
-        """Pickle as ``None``: a module sent elsewhere gets its own snapshot there."""
-        return _none, ()
+    def _take_changes(self) -> None:
+        """Take over what the user has changed since the setup of an earlier run."""
+        for sub, before, after in zip(self._all, self._before, self._after, strict=True):
+            now = ModuleLooks.of(sub, _TENSORS)
+            _merge(before.attributes, after.attributes, now.attributes)
+            for name, table in now.tables.items():
+                _merge(before.tables.setdefault(name, {}), after.tables.get(name, {}), table)
 
     def name_of(self, module: nn.Module) -> str:
         """Return the (first) fully qualified name of a submodule."""
@@ -144,12 +148,15 @@ class AsWritten:
                     table[key] = value
 
 
+def _merge(before: dict[Any, Any], after: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    for key in after.keys() | now.keys():
+        if now.get(key, _ABSENT) is not after.get(key, _ABSENT):
+            before.pop(key, None)
+            before.update({key: now[key]} if key in now else {})
+
+
 def _moved(device: torch.device, value: Any) -> Any:
     """Return ``value`` as setup moves it, such as the state of a metric and its device."""
     if isinstance(value, torch.device):
         return device
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _none() -> None:
-    """Return ``None`` when unpickled."""

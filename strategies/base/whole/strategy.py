@@ -15,6 +15,7 @@ from lightning.pytorch.core.hooks import ModelHooks
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainwright.strategies.base.whole.after_run import AfterRun
 from trainwright.strategies.base.whole.gradients import Gradients, Shown
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.tensors import WholeTensor
@@ -77,10 +78,11 @@ class Wholes:
         view = self._view_of(parts, like=before)
         # A checkpoint may still be saved, which calls hooks.
         ends = guard_hooks(view, module.trainer, lambda: self._strategy.optimizers, parts.part)
-        if parts.device.type != "cpu":
-            refuse = partial(_refuse_call, parts.device)
-            ends.callback(module.register_forward_pre_hook(refuse, prepend=True).remove)
+        refuse = partial(_refuse_call, parts.device) if parts.device.type != "cpu" else None
+        after = AfterRun(module, view, parts, self._strategy.certificate.written, refuse)
+        ends.callback(after.end)
         view.show_until_next_run(ends.close)
+        after.attach()
 
     def _view_of(self, parts: ModuleParts, like: WholeView | None = None) -> WholeView:
         strategy, module = self._strategy, self._strategy.lightning_module

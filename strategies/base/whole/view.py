@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from trainwright.strategies.base.whole.gradients import Gradients
 from trainwright.strategies.base.whole.parts import ModuleParts
 from trainwright.strategies.base.whole.tables import UnreadableState, whole_tables
 from trainwright.strategies.base.whole.tensors import WholeTensor
+from trainwright.strategies.contract.attributes import NotCopied
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.same_model import differ_between_ranks
 
@@ -31,7 +32,7 @@ _AFTER_RUN = "_trainwright_view"
 PATIENCE = timedelta(seconds=60)
 
 
-class WholeView:
+class WholeView(NotCopied):
     """Temporary replacement of the parameters in a module and its optimizers by stand-ins for the whole ones.
 
     While shown, all ranks see the names, shapes and gradients of one process. Used values are gathered by all ranks
@@ -80,6 +81,7 @@ class WholeView:
         self._listening: list[RemovableHandle] = []
         weakref.finalize(self, _end_listening, self._listening)
         self._caller: nn.Module | None = None
+        self._on_end: Callable[[], None] = lambda: None
         self._forget()
         self._num_syncs = 0
         self._prefix: str | None
@@ -149,8 +151,15 @@ class WholeView:
 
     def show_until_next_run(self, on_end: Callable[[], None]) -> None:
         """Show whole parameters until :func:`end_view`, which calls ``on_end``."""
-        object.__setattr__(self._module, _AFTER_RUN, (self, on_end))
+        self._on_end = on_end
+        object.__setattr__(self._module, _AFTER_RUN, self)
         self.show()
+
+    def end(self) -> None:
+        """End :meth:`show_until_next_run`."""
+        self._on_end()
+        self.hide()
+        del self._module.__dict__[_AFTER_RUN]
 
     def hide(self) -> None:
         """Restore the parts and write changes back."""
@@ -332,6 +341,16 @@ class WholeView:
         """Return whether the parameter is trained."""
         return name in self._known_facts(name, gradients=False)[0] if self._is_shown else name in self._trained
 
+    def surroundings(self) -> Iterator[tuple[Any, Iterable[str]]]:
+        """Yield the objects with methods that need the parts, and the names of these methods."""
+        return ((target, methods.keys()) for target, methods in self._surroundings)
+
+    def replace(self, parameters: Mapping[str, Tensor]) -> None:
+        """Set whole parameters, which are written to the parts once the view is hidden."""
+        home = {name: share.part.device for name, share in self._parts.shares.items()}
+        self._parameters = {name: whole.to(home[name]) for name, whole in parameters.items() if name in home}
+        self._owned = set(home)
+
     def set_requires_grad(self, name: str, value: bool) -> None:
         """Freeze or unfreeze the parameter."""
         share = self._parts.shares[name]
@@ -435,10 +454,9 @@ class WholeView:
 
 def end_view(module: nn.Module) -> None:
     """End the view of a module after a run, if there is one."""
-    view, on_end = module.__dict__.pop(_AFTER_RUN, (None, None))
+    view = module.__dict__.get(_AFTER_RUN)
     if isinstance(view, WholeView):
-        view.hide()
-        on_end()
+        view.end()
 
 
 def _entering(view: weakref.ref[WholeView]) -> Callable[[nn.Module, Any], None]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from trainwright.core.lightning_internals import _update_properties
-from trainwright.strategies.base.parameter_memory import keep_in_place
+from trainwright.strategies.base.parameter_memory import apply_beside, keep_in_place
 from trainwright.strategies.contract.precision import autocast_dtype, named_dtype
 from trainwright.strategies.data.sharding.float8 import Scales, float8_layers, gather_in_float8
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
@@ -50,7 +50,8 @@ class Splitter:
         if earlier is not None:  # another run with an already sharded module
             _refuse_new(module, earlier.whole)
             move = move_whole if strategy.options.offload == "parameters" else nn.Module.to
-            move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
+            if any(each.device != strategy.root_device for each in earlier.parameters()):
+                move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
             _update_properties(earlier, device=strategy.root_device)
             return earlier
         if any(isinstance(p, DTensor) for p in module.parameters()):
@@ -156,17 +157,7 @@ def _place(strategy: Any, module: nn.Module) -> None:
 
 def move_whole(module: nn.Module, device: torch.device) -> None:
     """Move ``module`` to ``device``, except for parameters that are sharded already."""
-    for sub in module.modules():
-        moves_more = type(sub)._apply is not nn.Module._apply  # the states of a metric
-        if moves_more and not any(isinstance(parameter, DTensor) for parameter in sub.parameters()):
-            sub._apply(lambda tensor: tensor.to(device))
-            continue
-        for parameter in sub._parameters.values():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.to(device)
-        for name, buffer in sub._buffers.items():
-            if buffer is not None:
-                sub._buffers[name] = buffer.to(device)
+    apply_beside(module, lambda tensor: tensor.to(device))
 
 
 def _whole_in(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
