@@ -272,9 +272,10 @@ def _is_run_state(file: str) -> bool:
     try:
         with open_regular(file) as opened, open_zip(opened) as archive:
             return any(name.endswith(f"/{MANIFEST}") for name in archive.namelist())
-    except OSError:
-        raise
-    except Exception:  # zipfile raises arbitrary errors for other files
+    except Exception as error:  # zipfile raises arbitrary errors for other files, and hides those of the disk
+        of_disk = error if isinstance(error, OSError) else error.__context__
+        if isinstance(of_disk, OSError):
+            raise of_disk from None
         return False
 
 
