@@ -7,7 +7,8 @@ for both. Readers of run states use only these records, never the pickle, and ve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.foreign.lightning_file import as_lightning
 from trainwright.checkpoint.foreign.torch_file import LazyTensor, TorchFileWriter
 from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, extent_of, to_json
+from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS, Manifest
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import holds_run_state
@@ -27,20 +29,26 @@ from trainwright.checkpoint.store.atomic import atomic_path
 from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import refuse_full, write_error
-from trainwright.checkpoint.write.save import Content, described, fail_together
+from trainwright.checkpoint.write.assignment import WriteAssigner
+from trainwright.checkpoint.write.save import Content, described, fail_together, sum_of, with_assignment, write
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 
 
-def write_file(content: Content, path: str, group: dist.ProcessGroup | None = None) -> Manifest | None:
+def write_file(
+    content: Content, path: str, group: dist.ProcessGroup | None = None, most: float = math.inf
+) -> Manifest | None:
     """Write a run state into one file and publish it; blocks until it is readable. A collective.
 
-    The first rank writes the file. It holds everything but rank-local tensors, which the others send.
+    The first rank writes the file. Each box that it lacks is sent by one other rank, so its host memory holds the
+    tensors of all ranks, beside one rank's message.
 
     Args:
         content: of this rank.
         path: of the file, local or any fsspec path. An existing one is replaced once the new one is complete.
         group: a gloo group of all ranks for exclusive use; ``None``: this process alone.
+        most: bytes of the tensors of all ranks, each counted once, above which a folder is written instead, see
+            :func:`~trainwright.checkpoint.write.save.write`; infinite: never.
 
     Returns:
         The published manifest on the first rank; ``None`` on the others.
@@ -48,22 +56,46 @@ def write_file(content: Content, path: str, group: dist.ProcessGroup | None = No
     Raises:
         CheckpointError: on every rank, if it could not be written; an existing one is untouched.
     """
-    source = _gathered(content, group)
+    written = with_assignment(content, WriteAssigner(group))
+    if math.isfinite(most) and sum_of(written, group) > most:
+        return write(written, path, group)
+    source = _gathered(content, written, path, group)
     with fail_together(path, group):
         return None if source is None else _write(source, content, normal_path(path))
 
 
-def _gathered(content: Content, group: dist.ProcessGroup | None) -> SnapshotReader | None:
-    """Return a reader of the tensors of all ranks on the first; ``None`` on the others."""
+def _gathered(content: Content, written: Content, path: str, group: dist.ProcessGroup | None) -> SnapshotReader | None:
+    """Return a reader of the tensors of all ranks on the first; ``None`` on the others.
+
+    Args:
+        content: all that this rank holds.
+        written: the part that no other rank sends.
+        path: for messages.
+        group: of all ranks.
+    """
     source = SnapshotReader(Snapshot(0, content))
     if group is None:
         return source
     is_first = dist.get_rank(group) == 0
-    known = broadcast_value(set(content.tensors) if is_first else None, 0, group)
-    own = pack({key: parts for key, parts in content.tensors.items() if key not in known})
-    equal = equal_ranks(own, group)
-    of_ranks = gather_distinct(own, equal, group)
-    return source.joined([unpack(of_ranks[number]) for number in equal.of_rank]) if is_first else None
+    known = {key: [offsets for offsets, _ in parts.parts] for key, parts in content.tensors.items()}
+    known = broadcast_value(known if is_first else None, 0, group)
+    own = b""
+    with fail_together(path, group):  # the first rank would wait for one that runs out of memory
+        own = pack(_lacking(written.tensors, known))
+    of_ranks = gather_distinct(own, equal_ranks(own, group), group)
+    # Messages are freed one by one.
+    return source.joined([unpack(of_ranks.pop(number)) for number in list(of_ranks)]) if is_first else None
+
+
+def _lacking(
+    tensors: Mapping[str, TensorParts], known: Mapping[str, Sequence[Sequence[int]]]
+) -> dict[str, TensorParts]:
+    """Return the boxes that are not at ``known`` offsets."""
+    parts = {
+        key: [(offsets, box) for offsets, box in held.parts if offsets not in known.get(key, ())]
+        for key, held in tensors.items()
+    }
+    return {key: TensorParts(tensors[key].shape, tensors[key].dtype, boxes) for key, boxes in parts.items() if boxes}
 
 
 def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:

@@ -23,6 +23,7 @@ from trainwright.checkpoint.store.presence import is_folder, is_link, is_regular
 from trainwright.checkpoint.store.publish import put_in_place, sync_folder
 from trainwright.checkpoint.store.reading import open_named, reading
 from trainwright.checkpoint.store.write_errors import ELSEWHERE
+from trainwright.checkpoint.store.zip_files import open_zip
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import open_regular
 
@@ -230,7 +231,7 @@ def _hidden(target: str, what: str, token: str) -> str:
 
 
 def _erase(path: str, removed: str) -> None:
-    """Delete a folder or link if it exists.
+    """Delete a folder, file or link if it exists.
 
     It is renamed to ``removed`` first, so that it never looks complete while partly deleted, and a rank that still
     writes into it fails.
@@ -240,7 +241,7 @@ def _erase(path: str, removed: str) -> None:
             os.rename(path, removed)
         except FileNotFoundError:
             return
-    if is_link(removed):
+    if is_regular(removed) or is_link(removed):
         os.unlink(removed)
     else:
         shutil.rmtree(removed, onerror=_unless_gone)
@@ -255,7 +256,7 @@ def _unless_gone(function: object, path: str, error: tuple[type[BaseException], 
 def _refuse_non_checkpoint(target: str) -> None:
     if is_link(target):
         return  # the link is replaced, not its target
-    if is_regular(target):
+    if is_regular(target) and not _is_run_state(target):
         raise CheckpointError(
             f"{target} is a file; a checkpoint is a folder. Give another name, remove the file, or {ELSEWHERE}."
         )
@@ -264,6 +265,18 @@ def _refuse_non_checkpoint(target: str) -> None:
             f"{target} is a folder that is not a checkpoint (it has no {MANIFEST}) and is not empty; it would be lost. "
             f"Give another name, remove it, or {ELSEWHERE}."
         )
+
+
+def _is_run_state(file: str) -> bool:
+    """Return whether a file is a checkpoint; raises if the disk fails."""
+    try:
+        with open_regular(file) as opened, open_zip(opened) as archive:
+            return any(name.endswith(f"/{MANIFEST}") for name in archive.namelist())
+    except Exception as error:  # zipfile raises arbitrary errors for other files, and hides those of the disk
+        of_disk = error if isinstance(error, OSError) else error.__context__
+        if isinstance(of_disk, OSError):
+            raise of_disk from None
+        return False
 
 
 def _make_folders(path: str) -> None:
@@ -275,10 +288,10 @@ def _make_folders(path: str) -> None:
 
 
 def _idle_seconds(path: str) -> float:
-    """Return seconds since anything in a folder changed; 0 if it is being deleted."""
+    """Return seconds since a file, or anything in a folder, changed; 0 if it is being deleted."""
     try:
         newest = os.lstat(path).st_mtime
-        if not os.path.islink(path):
+        if is_folder(path) and not is_link(path):
             with os.scandir(path) as entries:
                 newest = max([newest, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])
     except OSError:

@@ -88,7 +88,7 @@ def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -
     """
     rank = 0 if group is None else dist.get_rank(group)
     content = content if content.assignment is not None else with_assignment(content, WriteAssigner(group))
-    pending = _create_pending(path, rank, group, _sum_of(content, group))
+    pending = _create_pending(path, rank, group, sum_of(content, group))
     try:
         return _write_together(pending, content, path, rank, group)
     except BaseException as error:
@@ -156,7 +156,7 @@ def _create_pending(path: str, rank: int, group: dist.ProcessGroup | None, neede
     return pending if pending is not None else PendingFolder.join(path, token)
 
 
-def _sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
+def sum_of(content: Content, group: dist.ProcessGroup | None) -> int:
     """Return the bytes of the tensors of all ranks."""
     own = 0
     with suppress(Exception):  # writing will fail and report it; the others must not wait here

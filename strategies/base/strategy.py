@@ -68,7 +68,7 @@ class LayoutStrategy(Strategy):
 
     strategy_name: str
     saves_one_file = False
-    """True if ``save_checkpoint`` writes a file for ``torch.load`` instead of a folder."""
+    """Default of the option ``one_file``: whether every rank holds the whole state."""
     options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
     """Options of the constructor."""
     passes_to: ClassVar[tuple[type, ...]] = ()
@@ -391,7 +391,7 @@ class LayoutStrategy(Strategy):
         return self.replicas.content(checkpoint, complete, self.state.content)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the run state to ``filepath``, a folder or (:attr:`saves_one_file`) a file. A collective.
+        """Write the run state to ``filepath``, a folder or (option ``one_file``) a file. A collective.
 
         Raises:
             CheckpointError: on every rank, if one failed; an existing checkpoint stays intact.

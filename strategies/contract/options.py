@@ -70,6 +70,9 @@ class StrategyOptions:
     # Before the first step, compare losses and gradients of a layout that splits the module with those of the module as
     # written: refuse (end the run if they differ by more than rounding), warn or off.
     certificate: str = word("refuse", "refuse", "warn", "off")
+    # Write checkpoints into one file that torch.load reads: true = always (the first rank holds the whole state then),
+    # false = never; null = with single and ddp always, else for paths in .ckpt if the state has at most 256 MiB.
+    one_file: bool | None = None
     # Checks of the configuration before a process starts, as package.module:function, for custom strategies; [] = none.
     # They are not passed to the strategy's class.
     checks: list[str] = field(default_factory=list)

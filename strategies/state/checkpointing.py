@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -38,6 +39,7 @@ from trainwright.checkpoint.store.paths import normal_path
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.contract.collectives.ranks import Ranks
+from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.part import Host
 from trainwright.strategies.contract.randomness.state import random_state, set_random_state
 from trainwright.strategies.state import rank_state, run_state
@@ -49,6 +51,8 @@ from trainwright.strategies.state.run_state import OPTIMIZERS, WEIGHTS
 
 # Key of this project's additions to Lightning's checkpoint dict.
 OF_RUN = "trainwright"
+# Bytes of a sharded state up to which `.ckpt` paths become one file by default: a second of the first rank's time.
+_LARGEST_FILE = 256 * 2**20
 # Cached, since reading package metadata takes milliseconds, in which training would stall at each save.
 _version = cache(version)
 
@@ -73,6 +77,7 @@ class CheckpointedStrategy(Host, Protocol):
 
     strategy_name: str
     saves_one_file: bool
+    options: StrategyOptions
 
     @property
     def averaging(self) -> _Averaging: ...
@@ -105,8 +110,7 @@ class CheckpointedStrategy(Host, Protocol):
 class RunStates:
     """Checkpoints of a strategy, independent of layout: any layout can load those of any other.
 
-    A checkpoint is a folder, see :mod:`trainwright.checkpoint`, or one file if every rank holds everything
-    (``saves_one_file``).
+    A checkpoint is a folder, see :mod:`trainwright.checkpoint`, or one file (option ``one_file``).
 
     Args:
         strategy: to save and load.
@@ -203,8 +207,19 @@ class RunStates:
                 "storage_options are for a custom CheckpointIO plugin; a run state takes none. Leave them out, or pass "
                 "the plugin that supports them as Trainer(plugins=[...])."
             )
-        write_to = write_file if self._strategy.saves_one_file else write
-        write_to(content, str(filepath), self.group())
+        path = str(filepath)
+        most = self._largest_file(path)
+        if most == 0:
+            write(content, path, self.group())
+        else:
+            write_file(content, path, self.group(), most)
+
+    def _largest_file(self, path: str) -> float:
+        """Return the most bytes of a state that is written to ``path`` as a file; 0: always a folder."""
+        choice = self._strategy.options.one_file
+        if self._strategy.saves_one_file if choice is None else choice:
+            return math.inf
+        return _LARGEST_FILE if choice is None and path.endswith(".ckpt") else 0
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 

@@ -153,6 +153,8 @@ SAVES: dict[str, tuple[Callable[..., Any], str, Callable[[Path, str], None], str
     "a file": (write_file, "1.ckpt", save_file, "2.ckpt"),
     "a file in its place": (write_file, "last.ckpt", save_file, "last.ckpt"),
     "a file in the place of a folder": (write, "last.ckpt", save_file, "last.ckpt"),
+    "a folder in the place of a file": (write_file, "last.ckpt", save_folder, "last.ckpt"),
+    "a folder in the place of a file, without swapping": (write_file, "last.ckpt", save_without_swap, "last.ckpt"),
 }
 
 

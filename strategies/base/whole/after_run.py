@@ -52,7 +52,7 @@ class AfterRun:
 
     def attach(self) -> None:
         """Replace methods of the module and its submodules, while the view is shown."""
-        methods = {"_apply": self._apply, "__deepcopy__": self._copied, "__reduce_ex__": self._reduced}
+        methods: dict[str, Callable[..., Any]] = {"_apply": self._apply, "__deepcopy__": self._copied, "__reduce_ex__": self._reduced}
         for sub in self._modules:
             vars(sub).update({name: partial(method, sub) for name, method in methods.items()})
             self._attached.callback(_drop, sub, methods)
@@ -92,7 +92,7 @@ class AfterRun:
                     "run, or build it anew and load a checkpoint: ckpt_path=."
                 )
 
-    def _apply(self, sub: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, sub: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Run ``nn.Module._apply``, on which ``to``, ``cpu``, ``half`` and others are based."""
         probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in set(self._kinds.values())]
         if all(function(probe) is probe and not probe.is_shared() for probe in probes):

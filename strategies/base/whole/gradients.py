@@ -23,6 +23,7 @@ class Shown(Host, Protocol):
     """True if more micro-batches follow before gradients are averaged."""
 
     measures: Measures
+    certificate: Any
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
 
