@@ -52,7 +52,11 @@ class AfterRun:
 
     def attach(self) -> None:
         """Replace methods of the module and its submodules, while the view is shown."""
-        methods: dict[str, Callable[..., Any]] = {"_apply": self._apply, "__deepcopy__": self._copied, "__reduce_ex__": self._reduced}
+        methods: dict[str, Callable[..., Any]] = {
+            "_apply": self._apply,
+            "__deepcopy__": self._copied,
+            "__reduce_ex__": self._reduced,
+        }
         for sub in self._modules:
             vars(sub).update({name: partial(method, sub) for name, method in methods.items()})
             self._attached.callback(_drop, sub, methods)
