@@ -26,7 +26,10 @@ def check_memory(module: nn.Module) -> None:
 
 
 def memory_problems(module: nn.Module) -> Iterator[str]:
-    """Yield what keeps ranks from holding parts: tensors that wrap others, distinct parameters in the same memory."""
+    """Yield what keeps ranks from holding parts: tensors that wrap others, distinct parameters in the same memory.
+
+    Two frozen ones may share memory, since no rank steps them.
+    """
     spans = []
     for name, p in module.named_parameters():
         if is_wrapped(p):
@@ -39,9 +42,9 @@ def memory_problems(module: nn.Module) -> Iterator[str]:
             last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             start = p.storage_offset() * p.element_size()
             end = start + (last + 1) * p.element_size()
-            spans.append((p.untyped_storage().data_ptr(), start, end, name))
-    for (storage, _, end, name), (other, start, _, second) in pairwise(sorted(spans)):
-        if storage == other and start < end:
+            spans.append((p.untyped_storage().data_ptr(), start, end, name, p.requires_grad))
+    for (storage, _, end, name, trained), (other, start, _, second, too) in pairwise(sorted(spans)):
+        if storage == other and start < end and (trained or too):
             yield (
                 f"{name} and {second} are two parameters in the same memory (tied by .data?), and ranks would hold "
                 "parts of each. Tie them as one parameter (head.weight = embedding.weight), or type strategy=ddp"
@@ -73,11 +76,15 @@ def apply_beside(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Non
 
 
 def own_elements(module: nn.Module) -> None:
-    """Copy buffers whose elements share memory, as those of ``expand`` do: nobody can write values into them."""
+    """Copy buffers with unusual strides, such as those of ``expand``: values of other ranks cannot be written there."""
     for sub in module.modules():
         for name, buffer in sub._buffers.items():
-            if buffer is not None and any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
+            if buffer is not None and buffer.layout is torch.strided and buffer.stride() != _usual_strides(buffer):
                 sub._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+
+
+def _usual_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty(tensor.shape, device="meta").stride()
 
 
 def keep_in_place(module: nn.Module) -> None:

@@ -48,7 +48,7 @@ def _pieces(value: Any, level: int) -> Iterator[bytes]:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    flat = tensor.reshape(-1)
+    flat = tensor.as_subclass(Tensor).reshape(-1)  # subclasses may refuse slices
     chosen = flat[:: -(-flat.numel() // _MOST_ELEMENTS)].resolve_conj().contiguous()
     return chosen.view(torch.uint8).cpu().numpy().tobytes()
 

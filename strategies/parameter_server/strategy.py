@@ -20,7 +20,7 @@ from trainwright.core.config.options import refuse
 from trainwright.core.failures.error_text import named_line
 from trainwright.core.lightning_internals import _MockOptimizer
 from trainwright.core.run.traits import Traits
-from trainwright.strategies.base.parameter_memory import memory_problems
+from trainwright.strategies.base.parameter_memory import memory_problems, own_elements
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.groups import destroy_groups
@@ -200,6 +200,7 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
         if self._fit is not None and self.is_global_zero:
             self._fit.prepare()
         self._refuse_different_models()
+        own_elements(self.lightning_module)
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
         if fitting and self._layer_sync:

@@ -79,6 +79,18 @@ class KeepsAverage(Keeps):
         self.kept = {name: p.detach().clone() for name, p in self.__dict__["average"].module.named_parameters()}
 
 
+class UnusualBuffers(Classifier):
+    """Buffers whose elements share memory, or with strides of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 1.5).expand(DIM))
+        self.register_buffer("shift", torch.ones(1, 8, DIM).transpose(0, 1))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * self.scale + self.shift[0])
+
+
 class LoadsBefore(Classifier):
     """Loads weights when fit starts."""
 
@@ -298,6 +310,7 @@ ROWS = [
     ),
     Row("state_dict at the end", KeepsStateAtEnd, vectors, observe=kept, either="tensor, pipeline"),
     Row("copies of weights", KeepsWeights, vectors, observe=kept, either="zero3, tensor, pipeline"),
+    Row("buffers of expand and transpose", UnusualBuffers, vectors, equal="ddp, zero2, zero3, tensor, pipeline"),
     Row("load_state_dict as fit starts", LoadsBefore, vectors, equal="zero1, zero3, tensor, pipeline"),
     Row("load_state_dict of a block", LoadsBlock, vectors, equal="zero2, zero3, tensor, pipeline"),
     Row("deepcopy of a head", CopiesHead, vectors, observe=kept, either="zero2, zero3, tensor, pipeline", late=True),

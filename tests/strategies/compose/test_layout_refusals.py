@@ -19,6 +19,7 @@ HYBRID = ("strategy=hybrid", "devices=4", "strategy.shard=-1")
 EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
 
 # Words after `trainwright fit recipe=gpt` (4 blocks, 4 heads, micro-batch 4, sequence 128), parts of the one problem.
+LBFGS = ["optimizer._target_=torch.optim.LBFGS", "~optimizer.betas", "~optimizer.weight_decay"]
 REFUSED: list[tuple[list[str], list[str]]] = [
     # ---- the model
     (["strategy=tensor", "devices=4", "module.config.kv_heads=2"], ["tensor 4 for GPTModule", "kv_heads = 2", "1, 2"]),

@@ -99,6 +99,10 @@ def test_parameters_in_the_same_memory() -> None:
     net.head.weight = nn.Parameter(both[0].t())
     (problem,) = memory_problems(net)
     assert problem.startswith("body.weight and head.weight are two parameters in the same memory")
+    net.requires_grad_(False)
+    assert list(memory_problems(net)) == []  # both frozen
+    net.body.requires_grad_(True)
+    assert len(list(memory_problems(net))) == 1
     net.head.weight = net.body.weight
     assert list(memory_problems(net)) == []  # one parameter
     assert list(memory_problems(nn.Linear(2, 2, device="meta"))) == []
