@@ -127,6 +127,12 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | N
         dist._broadcast_coalesced(group or _get_default_group(), held, _BROADCAST_BYTES, 0)
 
 
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether all values of two tensors of one shape are equal, where NaN equals NaN."""
+    one = one.to(other)
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def varying_buffers(module: nn.Module) -> list[str]:
     """Return the names of running means, which differ between ranks since they depend on the samples seen."""
     return [

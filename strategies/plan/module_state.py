@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.torch_internals import _pytree as pytree
+from trainwright.strategies.contract.same_model import are_equal
 
 # Dicts of every module that are modified in place.
 TABLES = (
@@ -198,7 +199,7 @@ class ModuleState(KeptObjects):
     def _differs(self, before: Any, now: Any) -> bool:
         if isinstance(now, Tensor) or isinstance(before, Tensor):
             known = self._tensors.get(id(now))
-            return before is not now or (known is not None and not torch.equal(*known[:2]))
+            return before is not now or (known is not None and not are_equal(*known[:2]))
         if isinstance(now, _NUMBERS) and isinstance(before, _NUMBERS):
             both_nan = before != before and now != now
             return type(before) is not type(now) or (before != now and not both_nan)

@@ -28,6 +28,7 @@ from trainwright.strategies.base.certificate.state import written_by
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.options import StrategyOptions
+from trainwright.strategies.contract.same_model import are_equal
 
 
 class Compared(Protocol):
@@ -242,7 +243,7 @@ class StateBefore:
         return {
             name: _number(value) - _number(before)
             for name, value, before in pairs
-            if before is not None and before.shape == value.shape and not torch.equal(before, value)
+            if before is not None and before.shape == value.shape and not are_equal(before, value)
         }
 
 

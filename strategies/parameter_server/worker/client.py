@@ -14,6 +14,7 @@ from trainwright.checkpoint.write.save import Content
 from trainwright.core.run.peers import EndNotice, ReceivedNotice
 from trainwright.strategies.averaging.compression.codecs import Codec
 from trainwright.strategies.averaging.compression.compressor import encode_with_feedback
+from trainwright.strategies.contract.same_model import are_equal
 from trainwright.strategies.parameter_server.messages import requests, sparse_rows, wire
 from trainwright.strategies.parameter_server.messages.packing import State, pack, unpack
 from trainwright.strategies.parameter_server.messages.requests import BYTES, Operation, Status, request_size
@@ -386,7 +387,7 @@ class Client:
         """True if the parameters are those of the last pull, not written since."""
         self.settle()
         return all(
-            _are_equal(value.view(piece.shape), rows(self._parameters[piece.parameter].detach(), piece))
+            are_equal(value.view(piece.shape), rows(self._parameters[piece.parameter].detach(), piece))
             for held, flat in zip(self.plan.held, self._pulled, strict=True)
             for piece, value in places(held, flat)
         )
@@ -449,8 +450,3 @@ class Client:
             f"Parameter server {server} is gone ({why}), with the parameters that it held. Resume from the latest "
             "checkpoint with ckpt_path=last, or let the command do so automatically with launch.max_restarts=3."
         )
-
-
-def _are_equal(pulled: Tensor, held: Tensor) -> bool:
-    pulled = pulled.to(held)
-    return torch.equal(pulled, held) or bool(((pulled == held) | (pulled.isnan() & held.isnan())).all())
