@@ -29,7 +29,8 @@ from trainwright.checkpoint.format.tree import encode, encode_supported, referen
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.paths import join_path, local_path
 from trainwright.checkpoint.store.storage import Folder
-from trainwright.checkpoint.write.save import HYPER_PARAMETERS, Content, write
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS
+from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting, parse_json
 from trainwright.core.text.sizes import size_text

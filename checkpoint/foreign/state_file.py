@@ -32,17 +32,8 @@ from trainwright.checkpoint.store.paths import file_system, is_remote, local_pat
 from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import refuse_full, write_error
 from trainwright.checkpoint.write.assignment import WriteAssigner
-from trainwright.checkpoint.write.save import (
-    HYPER_PARAMETERS,
-    SECTIONS,
-    Content,
-    described,
-    fail_together,
-    sum_of,
-    warn_left_out,
-    with_assignment,
-    write,
-)
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS, SECTIONS, refuse_objects
+from trainwright.checkpoint.write.save import Content, described, fail_together, sum_of, with_assignment, write
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 
@@ -132,25 +123,25 @@ def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:
 
 def _held(content: Content, lazy: Mapping[str, LazyTensor]) -> dict[int, LazyTensor | None]:
     """Return the tensors of this rank by address, so that objects share them."""
-    boxes = [(key, box, parts.shape) for key, parts in content.tensors.items() for _, box in parts.parts]
+    boxes = [(key, box, parts.shape) for key, parts in content.tensors.items() for _, box in parts.parts if box.numel()]
     return {box.data_ptr(): lazy[key] if tuple(box.shape) == tuple(shape) else None for key, box, shape in boxes}
 
 
 def _picklable(objects: Mapping[str, Any], held: Held) -> dict[str, Any]:
-    """Return the objects that a pickle holds, without hyper-parameters that cannot be pickled, with a warning."""
-    found, left_out = {}, {}
+    """Return the objects that can be pickled; warn of other hyper-parameters, refuse other objects."""
+    found = dict(objects)
     for key, value in objects.items():
         is_optional = key in HYPER_PARAMETERS
-        unfit = {name: each for name, each in value.items() if pickling_problem(each, held)} if is_optional else {}
-        problem = None if is_optional else pickling_problem(value, held)
-        if problem is not None:
+        items = value if is_optional else {key: value}
+        problems = {name: problem for name, each in items.items() if (problem := pickling_problem(each, held))}
+        if problems and not is_optional:
             raise CheckpointError(
-                f"{key} of the checkpoint cannot be pickled: {problem}. Let state_dict() or on_save_checkpoint() give "
-                "plain values instead."
+                f"{key} of the checkpoint cannot be pickled: {problems[key]}. Let state_dict() or "
+                "on_save_checkpoint() give plain values instead."
             )
-        found[key] = {name: each for name, each in value.items() if name not in unfit} if unfit else value
-        left_out |= {key: unfit}
-    warn_left_out(left_out)
+        if is_optional:
+            found[key] = {name: each for name, each in value.items() if name not in problems}
+            refuse_objects({key: {name: value[name] for name in problems}})
     return found
 
 

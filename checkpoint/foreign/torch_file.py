@@ -24,7 +24,6 @@ import torch
 import xxhash
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainwright.checkpoint.format.records import FileRecord
 from trainwright.checkpoint.format.tensor_file import bytes_of
@@ -65,7 +64,6 @@ class LazyTensor:
 
 Held = Mapping[int, LazyTensor | None]
 """Tensors in memory by address: stored once, as the lazy tensor says. ``None``: a part of a tensor, never pickled."""
-_NONE_HELD: Held = {}
 
 
 def write_torch_file(file: BinaryIO, tree: Any) -> None:
@@ -98,13 +96,13 @@ class TorchFileWriter(AbstractContextManager["TorchFileWriter"]):
         self._file = file
         self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
 
-    def write(self, tree: Any, beside: Sequence[LazyTensor] = (), held: Held = _NONE_HELD) -> dict[str, str]:
+    def write(self, tree: Any, beside: Sequence[LazyTensor] = (), held: Held | None = None) -> dict[str, str]:
         """Write ``tree``, and tensors that are not in it.
 
         Args:
             tree: see :func:`write_torch_file`.
             beside: the other tensors.
-            held: tensors that objects in ``tree`` may refer to, see :data:`Held`.
+            held: tensors that objects in ``tree`` may refer to, see :data:`Held`; ``None``: none.
 
         Returns:
             Name of the record of each tensor, by its key.
@@ -113,7 +111,7 @@ class TorchFileWriter(AbstractContextManager["TorchFileWriter"]):
             ValueError: if a lazy tensor has another shape or dtype than declared.
         """
         pickled = io.BytesIO()
-        pickler = _TensorPickler(pickled, held)
+        pickler = _TensorPickler(pickled, held or {})
         pickler.dump(tree)
         tensors = {**{lazy.key: lazy for lazy in beside}, **pickler.tensors}
         # In the order of the storage numbers in the pickle.
@@ -201,15 +199,13 @@ class _TensorPickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
 
     def _in_memory(self, tensor: Tensor) -> LazyTensor:
-        address = 0 if is_traceable_wrapper_subclass(tensor) else tensor.data_ptr()
-        shared = self._held.get(address) if address else None
-        if tensor.numel() and (not address or address in self._held and shared is None):
-            raise pickle.PicklingError(f"a tensor of shape {tuple(tensor.shape)} of which other ranks hold parts")
-        if shared is not None and (shared.shape, shared.dtype) == (tuple(tensor.shape), tensor.dtype):
-            return shared
         # Pickle reduces each object once, so a running number is a unique key.
-        key, values = f"in memory {len(self.tensors)}", tensor.detach()
-        return LazyTensor(key, tuple(values.shape), values.dtype, values.cpu)
+        own = LazyTensor(f"in memory {len(self.tensors)}", tuple(tensor.shape), tensor.dtype, tensor.detach().cpu)
+        is_elsewhere = tensor.is_meta or hasattr(tensor, "__tensor_flatten__")  # of a pipeline, or a DTensor
+        shared = None if is_elsewhere else self._held.get(tensor.data_ptr(), own)
+        if shared is None:
+            raise pickle.PicklingError(f"other ranks hold parts of a tensor of shape {own.shape} in it")
+        return shared if (shared.shape, shared.dtype) == (own.shape, own.dtype) else own
 
     def _storage(self, lazy: LazyTensor) -> _Storage:
         if lazy.key not in self._storages:
@@ -221,7 +217,7 @@ class _TensorPickler(pickle.Pickler):
         return self._storages[lazy.key]
 
 
-def pickling_problem(value: Any, held: Held = _NONE_HELD) -> str | None:
+def pickling_problem(value: Any, held: Held) -> str | None:
     """Return why a value cannot be pickled; ``None``: it can. Reads no tensors."""
     try:
         _TensorPickler(io.BytesIO(), held).dump(value)

@@ -31,7 +31,7 @@ TENSOR_FILE = ".safetensors"
 """Suffix of safetensors files; other tensor files hold the bytes of one tensor each."""
 
 OBJECTS = "objects"
-"""In a manifest's description: names of entries of Lightning's checkpoint dict that only the pickle of the file holds."""
+"""In a manifest's description: names of entries of Lightning's checkpoint dict that only the file's pickle holds."""
 
 _HASH = "xxh3_128"
 

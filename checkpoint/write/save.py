@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,21 +28,17 @@ from trainwright.checkpoint.format.records import (
     list_to_bytes,
 )
 from trainwright.checkpoint.format.tensor_file import TensorEntry, TensorFileWriter
-from trainwright.checkpoint.format.tree import UnsupportedValueError, encode, with_types
 from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.store.write_errors import refuse_full
 from trainwright.checkpoint.write.assignment import Assignment, WriteAssigner
 from trainwright.checkpoint.write.box_index import directory_of, led_box_file, name_of, stored_by
+from trainwright.checkpoint.write.objects import refuse_objects
 from trainwright.checkpoint.write.split import MetadataSplit
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
 
 # Numbers that describe a file: whether it exists, size, hash (2); for lists, number and bytes of listed files.
 _NUMBERS = 6
-HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Entries that may lack objects in every checkpoint: resuming needs none of them."""
-SECTIONS = ("callbacks", *HYPER_PARAMETERS)
-"""Entries of Lightning's checkpoint dict whose items are kept independently."""
 
 
 @dataclass
@@ -56,7 +51,7 @@ class Content:
         about: description for the manifest, as JSON; the first rank's is written.
         assignment: of boxes to ranks, if ``tensors`` are already what this rank writes; ``None``: not assigned yet.
         objects: entries of Lightning's checkpoint dict that ``tree`` lacks, since parts of them have no form as JSON;
-            of :data:`SECTIONS`, those of its items. Only one file holds them, as the first rank has them.
+            of ``objects.SECTIONS``, only those items. One file pickles those of the first rank.
     """
 
     tree: Any
@@ -69,29 +64,6 @@ class Content:
     def num_bytes(self) -> int:
         """Bytes of the tensors on this rank."""
         return sum(parts.num_bytes for parts in self.tensors.values())
-
-
-def refuse_objects(content: Content) -> None:
-    """Raise :class:`CheckpointError` if a folder or snapshot would lack objects that hooks have added."""
-    added = {key: value for key, value in content.objects.items() if key not in HYPER_PARAMETERS}
-    try:
-        encode(added, lambda path, _: path)
-    except UnsupportedValueError as error:
-        raise CheckpointError(
-            f"{error} Or save one file, which pickles it: a path that ends in .ckpt, of ModelCheckpoint or "
-            "trainer.save_checkpoint, and one_file=True of the strategy (strategy.one_file=true)."
-        ) from None
-
-
-def warn_left_out(objects: Mapping[str, Any]) -> None:
-    """Warn of hyper-parameters among ``objects`` that a checkpoint will lack."""
-    if left_out := {name: value for key in HYPER_PARAMETERS for name, value in objects.get(key, {}).items()}:
-        warnings.warn(
-            f"The hyper-parameters {with_types(left_out)} are left out of checkpoints. Pass them to "
-            "load_from_checkpoint(path, name=value) again, or exclude them with "
-            "self.save_hyperparameters(ignore=[...]). One file (a path that ends in .ckpt, one_file=True) holds what can be pickled.",
-            stacklevel=2,
-        )
 
 
 def with_assignment(content: Content, assigner: WriteAssigner) -> Content:
@@ -180,8 +152,7 @@ def _create_pending(content: Content, path: str, rank: int, group: dist.ProcessG
     pending, needed = None, sum_of(content, group)
     with fail_together(path, group):
         if rank == 0:
-            refuse_objects(content)
-            warn_left_out(content.objects)
+            refuse_objects(content.objects)
             pending = PendingFolder.create(path)
             with pending:  # discarded on an error
                 refuse_full(path, needed)

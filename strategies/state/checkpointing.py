@@ -37,7 +37,8 @@ from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState, SavedWeights, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.store.paths import normal_path
-from trainwright.checkpoint.write.save import Content, refuse_objects, write
+from trainwright.checkpoint.write.objects import refuse_objects
+from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.contract.collectives.ranks import Ranks
 from trainwright.strategies.contract.options import StrategyOptions
@@ -173,7 +174,7 @@ class RunStates:
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
         content = Content(tree, collector.tensors, self._about(checkpoint), objects=collector.objects)
         if complete:
-            refuse_objects(content)
+            refuse_objects(content.objects)
         return content
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.format import directory
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.tree import encode, encode_supported, reference
-from trainwright.checkpoint.write.save import HYPER_PARAMETERS
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import StateOwners
 from trainwright.strategies.state.placement import Placement, boxes_of
