@@ -115,8 +115,7 @@ def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:
         writer.add(STATE, json_bytes(content.tree, f"The state of {path}"))
         writer.add(TENSORS, to_json(stored))
         needed = sorted(objects.keys() - HYPER_PARAMETERS)
-        about = content.about | ({OBJECTS: needed} if needed else {})
-        manifest = described(Manifest(dict(writer.records), about))
+        manifest = described(Manifest(dict(writer.records), content.about | ({OBJECTS: needed} if needed else {})))
         writer.add(MANIFEST, manifest.to_bytes())
     return manifest
 
@@ -131,17 +130,14 @@ def _picklable(objects: Mapping[str, Any], held: Held) -> dict[str, Any]:
     """Return the objects that can be pickled; warn of other hyper-parameters, refuse other objects."""
     found = dict(objects)
     for key, value in objects.items():
-        is_optional = key in HYPER_PARAMETERS
-        items = value if is_optional else {key: value}
-        problems = {name: problem for name, each in items.items() if (problem := pickling_problem(each, held))}
-        if problems and not is_optional:
+        if key in HYPER_PARAMETERS:
+            found[key] = {name: each for name, each in value.items() if not pickling_problem(each, held)}
+            refuse_objects({key: {name: each for name, each in value.items() if name not in found[key]}})
+        elif problem := pickling_problem(value, held):
             raise CheckpointError(
-                f"{key} of the checkpoint cannot be pickled: {problems[key]}. Let state_dict() or "
-                "on_save_checkpoint() give plain values instead."
+                f"{key} of the checkpoint cannot be pickled: {problem}. Let state_dict() or on_save_checkpoint() give "
+                "plain values instead."
             )
-        if is_optional:
-            found[key] = {name: each for name, each in value.items() if name not in problems}
-            refuse_objects({key: {name: value[name] for name in problems}})
     return found
 
 

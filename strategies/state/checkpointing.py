@@ -37,7 +37,7 @@ from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState, SavedWeights, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.store.paths import normal_path
-from trainwright.checkpoint.write.objects import refuse_objects
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS, refuse_objects
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.contract.collectives.ranks import Ranks
@@ -172,10 +172,9 @@ class RunStates:
             if kept.about:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
-        content = Content(tree, collector.tensors, self._about(checkpoint), objects=collector.objects)
         if complete:
-            refuse_objects(content.objects)
-        return content
+            refuse_objects({key: value for key, value in collector.objects.items() if key not in HYPER_PARAMETERS})
+        return Content(tree, collector.tensors, self._about(checkpoint), objects=collector.objects)
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         module = self._strategy.lightning_module

@@ -63,9 +63,8 @@ def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
         return read[value.key]
 
     kinds = (StoredTensor, Tensor)
-    return {
-        k: value if k == _OPTIMIZERS else map_tree(value, kinds, placed) for k, value in with_objects(state).items()
-    }
+    tree = with_objects(state)
+    return {k: value if k == _OPTIMIZERS else map_tree(value, kinds, placed) for k, value in tree.items()}
 
 
 def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..., Any]:
