@@ -123,7 +123,7 @@ def test_precision_choices(conf: Path, precision: str) -> None:
     (["size=llama"], ["llama is a choice of model, type model=llama", "sizes: 125m, 175b"]),
     (["max_stepz=4"], ["max_stepz=4", "did you mean max_steps?", "max_epochs", "`trainwright fit --help`"]),
     (["strategie=ddp"], ["strategie=ddp", "did you mean strategy?"]),
-    (["strategy=zero3", "strategy.shrd=2"], ["strategy.shrd=2", "did you mean shard?", "replicate, shard, stage"]),
+    (["strategy=zero3", "strategy.shrd=2"], ["strategy.shrd=2", "did you mean shard?", "keys of strategy: shard, "]),
     (["+strategy.bucket=2"], ["strategy.bucket", "'bucket'", "activation_checkpointing"]),
     (["+depth=2"], ["+depth=2", "module.", "data."]),
     (["module.hiden=2"], ["module.hiden=2", "did you mean hidden?", "+module.hiden=2"]),

@@ -22,7 +22,8 @@ Place = tuple[int, LayoutCase]
 
 
 def place(ranks: int, strategy: str = "hybrid", **options: Any) -> Place:
-    return ranks, replace(CASE, strategy=strategy, options=options)
+    folder = {} if strategy in ("single", "ddp") else {"one_file": False}  # for one file see state/test_one_file.py
+    return ranks, replace(CASE, strategy=strategy, options={**options, **folder})
 
 
 PLACES: dict[str, Place] = {

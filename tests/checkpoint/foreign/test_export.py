@@ -32,7 +32,7 @@ from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 def llama(ranks_of_module, tmp_path_factory):
     """A run state written by two ranks with ZeRO-3, and the weights at that time."""
     path = str(tmp_path_factory.mktemp("llama") / "run.ckpt")
-    return path, ranks_of_module(save, 2, path, "zero3")[0]
+    return path, ranks_of_module(save, 2, path, "zero3", {"one_file": False})[0]
 
 
 @pytest.fixture(scope="module")

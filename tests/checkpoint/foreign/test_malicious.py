@@ -236,7 +236,7 @@ def canonical(content: Any) -> bytes:
 def good_files(path: Path) -> dict[str, bytes]:
     """Write a loadable run state and return its files without the manifest."""
     saving = trainer()
-    saving.strategy.saves_one_file = False
+    saving.strategy.options.one_file = False
     saving.fit(Net(), loader())
     saving.save_checkpoint(path)
     return {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}

@@ -29,7 +29,7 @@ def saved(pool, tmp_path_factory):
 
 
 def partial_save(path):
-    return save(path, "zero3", tied=True, learning_rate=0.02)
+    return save(path, "zero3", {"one_file": False}, tied=True, learning_rate=0.02)
 
 
 def test_whole_modules_from_a_run_state(saved):
