@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.parity.harness import Record, Saver, make_trainer
 from tests.parity.layout_modules import LanguageModel, make_module
@@ -270,11 +271,17 @@ class OfLibrary(BoringModel):
         super().__init__()
         self.save_hyperparameters()
         self.layer = network
+        self.metric = MeanMetric()
         self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.metric.mean_value = loss["loss"]  # keeps its graph
+        return loss
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.global_rank == 0:
-            checkpoint["loss"] = torch.nn.PReLU()
+            checkpoint["loss"], checkpoint["metric"] = torch.nn.PReLU(), self.metric
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.seen.append(checkpoint["loss"])
@@ -290,6 +297,7 @@ def of_library(path: str | None = None, **options: Any) -> Any:
 def save_under_own_names(folder: str) -> tuple[list[str], str, Any]:
     """Save with a path that differs per rank, as of a run named by the time; return what was said, and an object."""
     path, trainer = f"{folder}/{dist.get_rank()}", of_library()
+    trainer.lightning_module.to("cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.save_checkpoint(f"{path}.ckpt")
@@ -310,4 +318,5 @@ def test_objects_and_paths_of_the_first_rank(ranks, tmp_path):
     loaded = torch.load(tmp_path / "0.ckpt", weights_only=False)
     assert loaded["hyper_parameters"] == {"kind": LanguageModel}
     assert isinstance(loaded["loss"].weight, torch.nn.Parameter)
+    assert isinstance(loaded["metric"].mean_value, Tensor)
     assert loaded["state_dict"]["layer.weight"].shape == (2, 32)
