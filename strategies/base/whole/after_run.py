@@ -44,7 +44,11 @@ class AfterRun:
     ) -> None:
         self._module, self._view, self._shares, self._written = module, view, parts.shares, written
         self._refuse_call = refuse_call
-        self._methods = {"_apply": self._apply, "__deepcopy__": self._copied, "__reduce_ex__": self._reduced}
+        self._methods: dict[str, Callable[..., Any]] = {
+            "_apply": self._apply,
+            "__deepcopy__": self._copied,
+            "__reduce_ex__": self._reduced,
+        }
         # Read now, since parts stand for the whole parameters of an ordinary module.
         self._kinds = {name: (share.part.dtype, share.part.device) for name, share in parts.shares.items()}
         self._modules = list(module.modules())
@@ -126,7 +130,8 @@ class AfterRun:
         if any(each.name in self._shares and _is_within(each, within) for each in self._written.parameters):
             return self._copied(sub, {}).__reduce_ex__(protocol)
         # Not copied, since its values, such as those of a loss, may be part of a graph.
-        function, arguments, state, *rest = type(sub).__reduce_ex__(sub, protocol)
+        reduced: Any = type(sub).__reduce_ex__(sub, protocol)
+        function, arguments, state, *rest = reduced
         return function, arguments, {key: value for key, value in state.items() if key not in self._methods}, *rest
 
     @contextmanager
