@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.alternate import alternate
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.report import Goal, finish, table_of
-from trainwright.recipes.hugging_face.documents import register_document_attention
+from trainwright.recipes.hugging_face.causal_lm import register_document_attention
 
 MOST_TIME, MOST_MEMORY = 0.9, 1.0
 # By device: in fp32 on the CPU, in bf16 on a GPU.

@@ -19,6 +19,7 @@ from trainwright.command.pages import links
 from trainwright.command.run import PREPARED, RunResult, launch, plan, prepare
 from trainwright.command.schema.compose import Composition, compose_checked
 from trainwright.command.schema.expansion import report_import
+from trainwright.command.schema.quoting import spaced
 from trainwright.core.config.masking import masked
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.references import settled
@@ -287,6 +288,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         )
     elif arguments.verb is None and plain:
         problems.append(f"no verb was given before {plain[0]}; type trainwright fit {' '.join(plain)}")
+    problems += [f"{typed}: a key with its values is one word; type {meant}" for typed, meant in spaced(plain)]
     for option, verbs in (("json", (VERIFY, PLAN)), ("report", (VERIFY,)), ("html", (PLAN,))):
         is_given = getattr(arguments, option) not in (None, False)
         if is_given and arguments.verb not in verbs and not arguments.help:

@@ -35,7 +35,7 @@ class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the public name
         self.problems = tuple(problems)
         shown = "".join(f"\n  {problem}" for problem in self.problems[:_SHOWN])
         more = f"\n  ... and {len(self.problems) - _SHOWN} more" if len(self.problems) > _SHOWN else ""
-        super().__init__(f"The checkpoint {path} is damaged, so nothing of it was used:{shown}{more}")
+        super().__init__(f"The checkpoint {path} is damaged, so nothing of it was used; use another:{shown}{more}")
 
 
 class ClearingError(CheckpointError):

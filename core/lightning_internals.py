@@ -31,9 +31,7 @@ from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as _
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput as _WorkerOutput
-from lightning.pytorch.trainer.configuration_validator import (
-    _verify_loop_configurations as _verify_loop_configurations,
-)
+from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations as _verify_loop_configurations
 from lightning.pytorch.trainer.connectors.accelerator_connector import (
     _select_auto_accelerator as _select_auto_accelerator,
 )

@@ -32,6 +32,14 @@ def format_problems(problems: Sequence[str]) -> str:
     return f"nothing was started, because of {len(problems)} problems:\n" + "\n".join(lines)
 
 
+def first_of(problems: Sequence[str]) -> str:
+    """Return the first problem, and how many more there are: of a module, mostly of the same kind."""
+    more = len(problems) - 1
+    return problems[0] + (
+        f" (And {more} more problem{'s' if more > 1 else ''} of this kind or others.)" if more else ""
+    )
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name that means the same as `given` or is most similar to it; None if there is none."""
     names = list(allowed)

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from trainwright.core.config.options import number, value_problems, word
 from trainwright.core.layout import Layout
-from trainwright.strategies.data.zero_options import OFFLOADS
+from trainwright.strategies.data.options import OFFLOADS
 
 AUTO_TARGET = "trainwright.command.auto"
 MICRO_BATCH = "micro_batch_size"

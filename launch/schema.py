@@ -21,7 +21,7 @@ from trainwright.launch.auto_options import AutoOptions, DeepSpeedJSONOptions
 from trainwright.launch.launch_options import KubernetesLaunchConfig, LaunchConfig, RayLaunchConfig, SlurmLaunchConfig
 from trainwright.strategies.averaging.compression.options import CONFIGS, CompressionConfig
 from trainwright.strategies.contract.registry import all_options, options_of_others
-from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.data.options import ZeroOptions
 from trainwright.trainer.balance.options import BalanceOptions
 from trainwright.trainer.loop.loss_scale import LossScaling
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -31,6 +30,7 @@ from trainwright.callbacks.schedule.learning_rate_schedule import LearningRateSc
 from trainwright.callbacks.schedule.schedules import RunSchedule
 from trainwright.checkpoint.memory.snapshots import PENDING, Snapshot
 from trainwright.checkpoint.read.candidates import LAST
+from trainwright.core.config.lightning_alias import instantiate, refuse_other_package
 from trainwright.core.config.masking import MaskedParameters
 from trainwright.core.config.missing import resolved
 from trainwright.core.config.options import class_of
@@ -126,7 +126,7 @@ def build(
 def _try_optimizer(optimizer: Any) -> None:
     """Check the options of a torch optimizer by building it for one weight; the module builds the real one later."""
     if class_of(optimizer) and str(optimizer._target_).startswith("torch.optim.") and optimizer.get("_partial_"):
-        factory = instantiate(optimizer, _convert_="all")
+        factory = instantiate(optimizer)
         with refused_as(f"optimizer: {optimizer._target_} cannot be built"):
             factory([torch.nn.Parameter(torch.zeros(1, 1))])
 
@@ -139,7 +139,8 @@ def _built(value: DictConfig, key: str, kind: type) -> Any:
     """
     target = value.get("_target_")
     with refused_as(f"{key}: {target} cannot be built"):
-        made = instantiate(value, _convert_="all")
+        made = instantiate(value)
+        refuse_other_package([made])
     if isinstance(made, kind) or isinstance(getattr(made, "_orig_mod", None), kind):  # torch.compile wraps a module
         return made
     raise ConfigError(
@@ -150,9 +151,12 @@ def _built(value: DictConfig, key: str, kind: type) -> Any:
 def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> Trainer:
     """Build the Trainer with its strategy, callbacks and loggers."""
     asked, cfg = cfg, resolved(cfg)
-    callbacks = [built for group in ("monitor", "checkpoint", "callbacks") for built in _build_all(cfg, group)]
+    monitors, saving, own = (_build_all(cfg, group) for group in ("monitor", "checkpoint", "callbacks"))
+    if any(isinstance(each, ProgressBar) for each in own):  # the user's replaces the default: a Trainer has only one
+        monitors = [each for each in monitors if not isinstance(each, ProgressBar)]
+    callbacks = [*monitors, *saving, *own]
     _set_peak_flops(cfg, callbacks)
-    callbacks.append(instantiate(cfg.preemption, _convert_="all"))
+    callbacks.append(instantiate(cfg.preemption))
     callbacks += [*_watchdog(cfg, callbacks), *scheduled(cfg, callbacks)]
     # The guard comes last, because it checks what the others may have changed.
     callbacks += [*make_faults(cfg.inject), *_build_all(cfg, "guard"), *more_callbacks]
@@ -171,7 +175,7 @@ def build_trainer(cfg: DictConfig, more_callbacks: Sequence[Callback] = ()) -> T
     has_end = cfg.max_steps is not None or cfg.max_epochs is not None
     strategy = {str(key): value for key, value in cfg.strategy.items() if key != "checks"}  # they have run by now
     return Trainer(
-        strategy=instantiate(strategy, _convert_="all", **begin),
+        strategy=instantiate(strategy, **begin),
         devices=cfg.devices,
         num_nodes=cfg.nodes,
         accelerator=cfg.accelerator,

@@ -245,8 +245,7 @@ def report(cfg: DictConfig, layout: Layout) -> str:
     options = engine_options_of(options_of(cfg.strategy))
     plan = plan_for(module, layout, options)
     parts.append(f"plan of {type(module).__name__}\n{describe_plan(plan, module)}")
-    held = bytes_of_ranks(module, layout, options, rules)
-    parts.append(_table(module, held, rules))
+    parts.append(_table(module, bytes_of_ranks(module, layout, options, rules), rules))
     return "\n\n".join(parts) + "\n"
 
 

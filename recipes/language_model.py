@@ -123,8 +123,7 @@ class LanguageModule(LightningModule):
 
     def _losses(self, windows: Tensor) -> Tensor:
         """Return nats per token, float32 ``(B, T)``, of windows ``(B, T + 1)``."""
-        losses = F.cross_entropy(*self._logits_and_targets(windows), reduction="none")
-        return losses.view(len(windows), -1)
+        return F.cross_entropy(*self._logits_and_targets(windows), reduction="none").view(len(windows), -1)
 
     def _logits_and_targets(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 logits ``(B * T, V)`` and next ids ``(B * T,)`` of windows ``(B, T + 1)``."""

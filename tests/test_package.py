@@ -143,14 +143,14 @@ def test_wheel_contains_the_package_only(tmp_path, monkeypatch):
     built = found.get_command_obj("build_py")
     built.ensure_finalized()
     files = {Path(file).relative_to(built.build_lib) for file in built.get_outputs(include_bytecode=False)}
-    kinds = {".py": 0, ".yaml": 0, ".j2": 0, ".css": 0, ".typed": 0}
+    kinds = {".py": 0, ".yaml": 0, ".j2": 0, ".css": 0, ".txt": 0, ".typed": 0}
     for file in files:
         assert file.parts[0] == "trainwright"
         kinds[file.suffix if file.suffix else file.name] += 1
     assert kinds[".py"] == len(modules())
     assert kinds[".yaml"] == len(list((ROOT / "conf").glob("**/*.yaml")))
-    templates = list((ROOT / "core" / "charts" / "templates").iterdir())
-    assert kinds[".j2"] + kinds[".css"] == len(templates) > 0
+    templates = [*(ROOT / "core" / "charts" / "templates").iterdir(), *(ROOT / "tools" / "new" / "templates").iterdir()]
+    assert kinds[".j2"] + kinds[".css"] + kinds[".txt"] == len(templates) > 0
     assert Path("trainwright/py.typed") in files
     assert found.metadata.license_files == ["LICENSE"]
     links = re.findall(r"\]\(([^)#]+)\)", found.metadata.long_description)

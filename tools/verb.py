@@ -10,7 +10,14 @@ from trainwright.core.problems import ConfigError
 OK, FAILED, REFUSED = 0, 1, 2
 
 
-def run_verb(verb: str, words: Sequence[str], usage: str, run: Callable[[list[str]], int], bare: bool = False) -> int:
+def run_verb(
+    verb: str,
+    words: Sequence[str],
+    usage: str,
+    run: Callable[[list[str]], int],
+    bare: bool = False,
+    silent: bool = False,
+) -> int:
     """Run a verb, or print its usage if it lacks arguments; print errors to stderr.
 
     Args:
@@ -19,6 +26,7 @@ def run_verb(verb: str, words: Sequence[str], usage: str, run: Callable[[list[st
         usage: for `--help`.
         run: takes the other words and returns the exit code.
         bare: whether it also runs without arguments.
+        silent: whether another process prints the errors.
 
     Returns:
         The exit code: 0 success, 1 a rank failed or a checkpoint is damaged, 2 the command line was refused.
@@ -31,5 +39,6 @@ def run_verb(verb: str, words: Sequence[str], usage: str, run: Callable[[list[st
     try:
         return run(rest)
     except (ConfigError, CheckpointError, RankError) as error:
-        print(f"trainwright: {error}", file=sys.stderr)
+        if not silent:
+            print(f"trainwright: {error}", file=sys.stderr)
         return FAILED if isinstance(error, DamagedCheckpoint | RankError) else REFUSED

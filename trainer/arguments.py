@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Any, get_args
+from inspect import signature
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator, MPSAccelerator
@@ -12,24 +16,32 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from trainwright.callbacks.progress.progress_bar import ProgressBar
-from trainwright.core.config.options import refuse, refuse_unknown_arguments
+from trainwright.core.config.lightning_alias import refuse_other_package
+from trainwright.core.config.options import members, refuse, refuse_unknown_arguments
 from trainwright.core.config.references import python_value, python_values
 from trainwright.core.config.synonyms import Vocabulary, names_for
 from trainwright.core.lightning_internals import _parse_env_variables, _select_auto_accelerator
 from trainwright.core.problems import did_you_mean
+from trainwright.core.run.run_directory import RunDirRollback
 from trainwright.strategies.contract.options import StrategyOptions
 from trainwright.strategies.contract.precision import AutocastPrecision
 from trainwright.strategies.contract.registry import is_strategy, make_strategy, strategy_names, strategy_options
 from trainwright.trainer.data.partition import PARTITIONS
 
+# Numbers that Lightning does not check: less than this fails in a step, or turns gradients around.
+_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0}
+# Values whose type is checked; Lightning also takes objects that only behave like those it asks for.
+_PLAIN = (str, int, float, list, tuple, dict, type, FunctionType)
+
 
 def check_data_options(
     global_batch_size: int | None, partition: str, data_key: object, kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise a ``ValueError`` with all problems of ``global_batch_size`` and ``data_partition``.
+    """Raise a ``ValueError`` with all problems of ``global_batch_size``, ``data_partition`` and least numbers.
 
     Args:
         global_batch_size: of the Trainer.
@@ -38,7 +50,8 @@ def check_data_options(
         kwargs: its arguments for Lightning.
     """
     has_schedule = any(isinstance(each, GradientAccumulationScheduler) for each in _listed(kwargs.get("callbacks")))
-    problems = []
+    numbers = ((name, kwargs.get(name), least) for name, least in _LEAST.items())
+    problems = [f"{n}={v}: must be {m} or more" for n, v, m in numbers if isinstance(v, int | float) and v < m]
     if global_batch_size is not None:
         if not isinstance(global_batch_size, int) or global_batch_size < 1:
             problems.append(f"global_batch_size={global_batch_size!r} (allowed: a whole number of samples, 1 or more)")
@@ -126,29 +139,54 @@ def check_words(trainer: type, kwargs: Mapping[str, Any]) -> None:
 
 
 def of_lightning(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of the Trainer take lists of OmegaConf, and refuse objects of the package ``pytorch_lightning``."""
+    """Let a method of the Trainer take lists of OmegaConf, refuse wrong arguments, and leave no logs without a batch.
+
+    Objects of the package ``pytorch_lightning`` are refused, too.
+    """
 
     @wraps(run)
-    def checked(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tuple(map(python_value, args)), python_values(kwargs)
         refuse_other_package((*args, *kwargs.values()))
-        return run(self, *args, **kwargs)
+        refuse_unknown_arguments(run, kwargs)
+        if problems := type_problems(run, dict(zip(signature(run).parameters, (self, *args), strict=False)) | kwargs):
+            raise TypeError("; ".join(problems))
+        logs = ((each, each.log_dir) for each in (self.loggers if self.is_global_zero else ()))
+        new = [(each, RunDirRollback(Path(at))) for each, at in logs if isinstance(at, str) and not os.path.exists(at)]
+        try:
+            return run(self, *args, **kwargs)
+        except Exception:
+            loops = (self.fit_loop.epoch_loop, self.validate_loop, self.test_loop, self.predict_loop)
+            for logger, folder in () if any(each.batch_progress.total.completed for each in loops) else new:
+                folder.restore()
+                logger._experiment = None  # makes its folder again if the trainer is used again
+            raise
 
     return checked
 
 
-def refuse_other_package(given: Iterable[Any]) -> None:
-    """Raise if an argument, or an element of one, is of the package ``pytorch_lightning``.
+def type_problems(run: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each class, function, text, number or mapping where an argument takes none.
 
-    Raises:
-        TypeError: with what to type.
+    Args:
+        run: function with the arguments; others are ignored.
+        given: arguments by name.
     """
-    for each in (each for value in given for each in _listed(value)):
-        if any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in type(each).__mro__):
-            raise TypeError(
-                f"{type(each).__name__} is of the package pytorch_lightning, whose classes are not those of Lightning. "
-                "Where it is defined, type `import lightning.pytorch as pl`; the names in it are the same."
-            )
+    problems, hints = [], get_type_hints(run)
+    for name in filter(hints.__contains__, given):
+        kinds = [get_args(kind)[0] if get_origin(kind) in (list, Iterable) else kind for kind in members(hints[name])]
+        kinds = list(dict.fromkeys(each for kind in kinds for each in members(kind)))
+        for value in _listed(given[name]):
+            if isinstance(value, _PLAIN) and not any(_takes(kind, value) for kind in kinds):
+                names = " or ".join(kind.__name__.removesuffix("Type") for kind in kinds)
+                meant = f"; type {name}={value.__name__}(...)" if isinstance(value, type) else ""
+                problems.append(f"{name}={getattr(value, '__name__', repr(value))}: must be {names}{meant}")
+    return problems
+
+
+def _takes(kind: Any, value: Any) -> bool:
+    is_number = kind in (bool, int) and isinstance(value, int | float) and value % 1 == 0  # such as max_steps=1e5
+    return is_number or kind is Any or get_origin(kind) is Literal or isinstance(value, get_origin(kind) or kind)
 
 
 def from_environment(trainer: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,8 +213,11 @@ def accelerator_for(strategy: str | Strategy, kwargs: dict[str, Any]) -> dict[st
         kwargs: arguments for Lightning.
 
     Raises:
+        MisconfigurationException: for a GPU where there is none.
         ValueError: if such a strategy is combined with the Apple GPU.
     """
+    if kwargs.get("accelerator") == "gpu" and _select_auto_accelerator() == "cpu":
+        raise MisconfigurationException("accelerator='gpu': No supported gpu backend found! Type accelerator='cpu'.")
     options = getattr(strategy, "options", None)
     if not isinstance(options, StrategyOptions) or options.takes_mps or _accelerator_name(kwargs) != "mps":
         return {}

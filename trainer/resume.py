@@ -201,10 +201,8 @@ class ResumeConnector(_CheckpointConnector):
             f"ckpt_path={word!r}: there is no {'good ' if rejected else ''}checkpoint ({where}). "
             "No checkpoint will be loaded; starting from scratch."
         )
-        if rejected or word == LAST:
-            rank_zero_warn(text)
-        else:
-            rank_zero_info(text)
+        report = rank_zero_warn if rejected or word == LAST else rank_zero_info
+        report(text)
 
     def _candidates(self) -> list[Candidate]:
         """Return candidates, newest first; with several folders in their order."""

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
+from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -26,10 +27,12 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from trainwright.callbacks.guard.copies import StateCopies
 from trainwright.callbacks.traffic.communication_advice import CommunicationAdvice
 from trainwright.checkpoint.exchange.groups import WorldGroup, default_store
+from trainwright.core.config.lightning_alias import refuse_other_package
 from trainwright.core.config.options import refuse
 from trainwright.core.failures.failure import describe_end
 from trainwright.core.failures.uncaught import STARTED, Uncaught, is_one_of_many, report_uncaught
@@ -53,8 +56,8 @@ from trainwright.trainer.arguments import (
     fp16_on_cpu,
     from_environment,
     of_lightning,
-    refuse_other_package,
     resolve_strategy,
+    type_problems,
     with_progress_bar,
 )
 from trainwright.trainer.balance.balance import Balance, make_balance
@@ -78,12 +81,28 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def _with_environment(init: _Init) -> _Init:
-    """Complete arguments from the variables ``PL_TRAINER_<ARGUMENT>``."""
+    """Complete arguments from the variables ``PL_TRAINER_<ARGUMENT>``; the signature shows Lightning's arguments, too.
+
+    Libraries look there for arguments that a Trainer takes.
+    """
 
     @wraps(init)
     def wrapper(self: Trainer, **kwargs: Any) -> None:
-        init(self, **from_environment(type(self), kwargs))
+        given = from_environment(type(self), kwargs)
+        problems = type_problems(LightningTrainer.__init__, given)
+        try:
+            init(self, **given)
+        except (MisconfigurationException, TypeError, ValueError) as error:  # of Lightning, whose kind is kept
+            named = [f"{name}={value!r}" for name, value in given.items() if f"`{name}`" in str(error)]
+            error.args = ("; ".join([*(problems or named), str(error)]),)
+            raise
+        if problems:
+            raise TypeError("; ".join(problems))
 
+    own, theirs = signature(init), signature(LightningTrainer.__init__).parameters
+    both = {**own.parameters, **theirs, **own.parameters}
+    both.pop("kwargs")
+    wrapper.__signature__ = own.replace(parameters=list(both.values()))  # type: ignore[attr-defined]
     return cast(_Init, wrapper)
 
 
@@ -168,7 +187,7 @@ class Trainer(RunTrainer):
         end_with_agent()
         if is_one_of_many():
             report_uncaught(run_dir)
-        refuse_other_package(kwargs.values())
+        refuse_other_package([strategy, *kwargs.values()])
         check_words(type(self), kwargs)
         check_data_options(global_batch_size, data_partition, data_key, kwargs)
         kwargs.update(fp16_on_cpu(kwargs))

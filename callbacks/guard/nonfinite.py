@@ -22,8 +22,7 @@ def local_part(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def any_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return 1.0 if any element is NaN or infinite, else 0.0: a scalar on ``device``, without synchronization."""
-    parts = [local_part(tensor) for tensor in tensors]
-    parts = [part for part in parts if part.numel()]
+    parts = [part for part in map(local_part, tensors) if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
     if all(part.device.type == "cpu" for part in parts) and _stacked(parts, 2.0, device).isfinite().all():

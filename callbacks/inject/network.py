@@ -47,8 +47,7 @@ class Partition(Fault):
     def strike(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shut down the connections to the other side."""
         others = [place for rank, place in enumerate(self._places) if rank not in self.ranks]
-        own = self._places[trainer.global_rank]
-        cut_off(own, others)
+        cut_off(self._places[trainer.global_rank], others)
 
 
 def _places() -> list[Endpoint]:

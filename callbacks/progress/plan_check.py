@@ -79,8 +79,7 @@ class PlanCheck(Timed, Measured):
         assert self._plan is not None
         plan, self._plan, self._window = self._plan, None, 0
         seconds, held = self._most_of_any_rank(trainer)
-        predicted = plan["chosen"]
-        line = _line(seconds, held, predicted)
+        line = _line(seconds, held, plan["chosen"])
         done = step_number(trainer)
         self.measured = {"seconds": {"step": seconds}, "bytes": held, "steps": self._done, "until_step": done}
         self.measured["line"] = line

@@ -112,8 +112,7 @@ def export(
     """
     order = _Order(_target(to), max_shard_bytes, _dtype(dtype), overwrite, model, merge, tokenizer)
     _refuse_contradictions(order, format)
-    state = RunState.open(path)
-    _WRITERS[format](state, order)
+    _WRITERS[format](RunState.open(path), order)
     return order.target
 
 

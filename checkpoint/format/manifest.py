@@ -228,5 +228,5 @@ def _nothing_there(folder: Folder) -> CheckpointError:
     with suppress(OSError):
         near = [] if is_remote(folder.path) else sorted(os.listdir(parent))
     shown = [entry for entry in near if os.path.isfile(os.path.join(parent, entry, MANIFEST)) and entry[0] != "."]
-    there = f" {parent} has: {', '.join(shown[-8:])}." if shown else f" There is none in {parent}."
+    there = f" {parent} has: {', '.join(shown[-8:])}." if shown else f" There is none in {parent}; type another path."
     return CheckpointError(f"There is no checkpoint {normal_path(folder.path)}.{there}")

@@ -7,6 +7,7 @@ deleted with `~`, and a user's file that one of the package would shadow.
 
 import logging
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,6 +30,7 @@ from trainwright.callbacks.monitor.trace.profile_option import expand_profile
 from trainwright.command.schema.compose_faults import (
     REMOVED_CHOICES,
     ComposeFault,
+    choice_in_file,
     extra_keys,
     fault_of,
     key_of,
@@ -258,14 +260,10 @@ class _Composer:
         try:
             override = self.parser.parse_override(text)
         except HydraException as error:
-            self._add(
-                f"{text}: this is not key=value ({first_line(error)}); type for example max_steps=100{as_text(text)}"
-            )
-            self.result.guessed = False
-            return None
+            return self._examine_unparsable(text, first_line(error))
         if override.is_sweep_override():
-            several = "several values need several runs; add -m (--multirun), or type one; a list is [1,2]"
-            self._add(f"{text}: {several}{as_text(text)}")
+            several = "several values need several runs; add -m (--multirun), or type one; a list is"
+            self._add(f"{text}: {several} {shlex.quote(text.replace('=', '=[', 1) + ']')}{as_text(text)}")
             self.result.guessed = False
             return None
         key = override.get_key_element().lstrip("+~").split("@")[0]
@@ -283,10 +281,23 @@ class _Composer:
         # Hydra adds keys to a mapping only with a plus; in these mappings the user names every key.
         return f"++{text}" if _OPEN_MAPPINGS.match(text) else text
 
+    def _examine_unparsable(self, text: str, why: str) -> str | None:
+        """Refuse what is not key=value; return what it probably means."""
+        key, equals, _ = text.partition("=")
+        if equals and not key.isascii():
+            return self._unknown(text, key, key)
+        found = [f"{each}={text}" for each in self.groups if text in choices_of(self.loader, each)]
+        meant = " or ".join(found) or f"for example max_steps=100{as_text(text)}"
+        self._add(f"{text}: this is not key=value{f' ({why})' if equals else ''}; type {meant}")
+        self.result.guessed &= bool(found)
+        return found[0] if found else None
+
     def _examine_dashed(self, text: str) -> str | None:
         """Refuse a key typed like an option; return the override to compose."""
         before, typed = len(self.result.problems) + len(self.faults), text.lstrip("-")
         kept = self._examine_one(typed)
+        for fault in self.faults:
+            fault.text = text if fault.text == typed else fault.text
         if before == len(self.result.problems) + len(self.faults):
             self._add(f"{text}: keys are typed without dashes; type {typed}")
         return kept
@@ -306,7 +317,10 @@ class _Composer:
             return None
         if key.split(".")[0] in free or key in self.groups:
             return text
-        self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null to turn it off")
+        if key.split(".")[0] not in _PLAIN_KEYS:
+            self.faults.append(ComposeFault(text, key, "unknown key"))
+        else:
+            self._add(f"{text}: {key} is a key of every run and cannot be removed; type {key}=null to turn it off")
         return None
 
     def _examine_choice(self, override: Override, group: str, text: str) -> str | None:
@@ -330,7 +344,7 @@ class _Composer:
             self.result.guessed = False
             return None
         for name in unknown:
-            meant = Vocabulary((), {group: choices}, str).meaning(name)
+            meant = choice_in_file(name, group, choices) or Vocabulary((), {group: choices}, str).meaning(name)
             listed = f"{meant}; {_plural(group)}: {', '.join(choices)}" if meant else None
             allowed = listed or self._choice_of_another(name, group) or did_you_mean(name, choices, _plural(group))
             self._add(f"{group}={name}: unknown choice; {allowed}")

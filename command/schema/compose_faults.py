@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainwright.core.config.synonyms import Vocabulary, names_for
 from trainwright.core.failures.error_text import first_line
@@ -17,6 +19,7 @@ from trainwright.strategies.contract.registry import all_options
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null (off)"}
 _EXAMPLES = {int: "2", float: "0.5", bool: "true", str: "auto", list: "[]"}
+_YAML = "; correct that line: indent with spaces, close brackets and quotes, and write each key once"
 _BOOLEAN_KEY = "YAML reads the keys on, off, yes and no as true and false; write such a key in quotes: 'on':"
 
 
@@ -53,7 +56,7 @@ def fault_of(error: Exception, overrides: Sequence[str]) -> tuple[ComposeFault, 
         return ComposeFault(culprit or wrong[1], key, "wrong value", first_line(error.__cause__ or error)), culprit
     if in_file:
         return ComposeFault(in_file[1], in_file[1], "file", in_file[2]), None
-    return ComposeFault("", "", "other", message), None
+    return ComposeFault("", "", "other", message + _YAML * isinstance(error, YAMLError)), None
 
 
 def render_fault(fault: ComposeFault, cfg: DictConfig | None, words: Vocabulary) -> str:
@@ -89,7 +92,7 @@ def _render_unknown_key(fault: ComposeFault, cfg: DictConfig | None, words: Voca
         return f"{fault.text} {REMOVED_KEYS[fault.key]}"
     parent, _, last = fault.key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if cfg is not None and parent else None
-    names = [str(name) for name in node if name != "_target_"] if isinstance(node, DictConfig) else []
+    names = [str(name) for name in node if not str(name).startswith("_")] if isinstance(node, DictConfig) else []
     beside = [f"{parent}.{name}" for name in names_for(last, names)]
     options = dict(all_options()) if parent == "strategy" and not beside else {}
     having = {name: found[0] for name, each in options.items() if (found := names_for(last, each.__dataclass_fields__))}
@@ -119,6 +122,8 @@ def _render_file_fault(fault: ComposeFault) -> str:
     full_key = re.search(r"full_key: (\S+)", fault.detail)
     if full_key and full_key[1] in REMOVED_KEYS:
         return f"in {fault.text}.yaml: {full_key[1]} {REMOVED_KEYS[full_key[1]]}"
+    if unknown[1] == fault.text.partition("/")[0]:  # Hydra puts the keys of the file below its group
+        return f"in {fault.text}.yaml: its keys lie under {unknown[1]}; begin the file with '# @package _global_'"
     parent = full_key[1].rpartition(".")[0] if full_key else ""
     schema = _schema_at(parent)
     names = [item.name for item in fields(schema)] if is_dataclass(schema) else []
@@ -162,7 +167,9 @@ def _expected(path: str) -> str:
     """Return the types of a key in words: "a whole number or null (off)"."""
     declared = _schema_at(path)
     options = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    return " or ".join(_WORDS.get(option, f"a {getattr(option, '__name__', option)}") for option in options)
+    rule = next((dict(item.metadata) for item in fields(RunConfig) if item.name == path), dict[str, Any]())
+    words = {**_WORDS, str: " or ".join(rule.get("words", ())) or _WORDS[str]}
+    return " or ".join(words.get(option, f"a {getattr(option, '__name__', option)}") for option in options)
 
 
 def _example(path: str) -> str:
@@ -178,8 +185,16 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").split("=", 1)[0]
 
 
+def choice_in_file(name: str, group: str, choices: Sequence[str]) -> str | None:
+    """Return what to type for a choice given as its file; None if `name` is no file."""
+    file = Path(name)
+    place = "" if file.stem in choices else f"--config-dir {file.parents[1] if file.parent.name == group else 'DIR'} "
+    typed = f"a choice is typed without folder and ending; type {place}{group}={file.stem}"
+    return typed if file.suffix in (".yaml", ".yml") else None
+
+
 def _without_search_path(message: str) -> str:
-    return message.split("Config search path:")[0].strip()
+    return " ".join(message.split("Config search path:")[0].split())
 
 
 _OF_THE_RUNTIME = (

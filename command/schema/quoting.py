@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -39,6 +39,13 @@ def _parses(text: str) -> bool:
         return bool(OverridesParser.create().parse_override(text))
     except HydraException:
         return False
+
+
+def spaced(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield overrides typed as several words, or with a colon, like `lr = 3`, and the one word that each means."""
+    sign = r"(?:\0=\0?|=([^\0]*,)\0|=\0|:\0?)"
+    for found in re.finditer(rf"(?:(?<=\0)|^)([A-Za-z_][\w./@]*){sign}([^\0=]+)(?=\0|$)", "\0".join(words)):
+        yield found[0].replace("\0", " "), f"{found[1]}={found[2] or ''}{found[3]}"
 
 
 def as_text(override: str) -> str:

@@ -1,5 +1,6 @@
 """Missing values and unresolvable references of a configuration."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from trainwright.core.config.references import literal
 from trainwright.core.failures.error_text import first_line
-from trainwright.core.problems import ConfigError
+from trainwright.core.problems import ConfigError, did_you_mean
 
 
 def missing_values(cfg: DictConfig) -> list[str]:
@@ -49,9 +50,20 @@ def resolved(cfg: DictConfig) -> DictConfig:
         found = OmegaConf.create(literal(OmegaConf.to_container(cfg, resolve=True)))
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError([f"{key}the reference cannot be resolved: {first_line(error)}"]) from error
+        raise ConfigError([f"{key}the reference cannot be resolved: {_reason(cfg, first_line(error))}"]) from error
     assert isinstance(found, DictConfig)
     return found
+
+
+def _reason(cfg: DictConfig, message: str) -> str:
+    """Return why a reference is broken, and what to type if that is known."""
+    if variable := re.search(r"Environment variable '([^']+)' not found", message):
+        return f"{message}; type export {variable[1]}=... first, or a default: ${{oc.env:{variable[1]},value}}"
+    key = re.search(r"Interpolation key '([\w.]+)' not found", message)
+    parent = key[1].rpartition(".")[0] if key else ""
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    names = [".".join(filter(None, (parent, str(name)))) for name in node] if isinstance(node, DictConfig) else []
+    return f"{message}; {did_you_mean(key[1], names, 'keys', '`--print-config`')}" if key else message
 
 
 def _missing_keys(node: Any, path: str = "") -> Iterator[str]:

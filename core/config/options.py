@@ -98,11 +98,11 @@ def unknown_options(schema: type, given: Iterable[str], prefix: str) -> list[str
     return [f"{prefix}{name}: there is no such option; {hint}" for name, hint in near.items()]
 
 
-def refuse_unknown_arguments(owner: type, given: Mapping[str, Any], *others: Any, **choices: Collection[str]) -> None:
-    """Raise if a constructor gets arguments that do not exist.
+def refuse_unknown_arguments(owner: Any, given: Mapping[str, Any], *others: Any, **choices: Collection[str]) -> None:
+    """Raise if a constructor or function gets arguments that do not exist.
 
     Args:
-        owner: its class, whose base classes take arguments as well.
+        owner: the function, or the class, whose base classes take arguments as well.
         given: arguments by name.
         *others: that take some of them.
         **choices: words that some arguments take.
@@ -110,17 +110,21 @@ def refuse_unknown_arguments(owner: type, given: Mapping[str, Any], *others: Any
     Raises:
         TypeError: with what each is called and what to type, or the nearest names.
     """
-    takers = [*(each.__init__ for each in owner.__mro__), *others]  # type: ignore[misc]
+    takers = [*(each.__init__ for each in getattr(owner, "__mro__", ())), *others] or [owner]
     names = {name for each in takers for name in signature(each).parameters} - {"self", "args", "kwargs", "_target_"}
-    words, shown_by = Vocabulary(names, choices), f"help({owner.__name__})"
+    words, shown_by = Vocabulary(names, choices, _shown), f"help({owner.__qualname__})"
     problems = (
-        f"{name}={given[name]!r}: there is no such argument; "
+        f"{name}={_shown(given[name])}: there is no such argument; "
         + (words.meaning(name, given[name]) or did_you_mean(name, names, "arguments", shown_by))
         for name in given
         if name not in names
     )
     if text := "; ".join(problems):
-        raise TypeError(f"{owner.__name__}: {text}")
+        raise TypeError(f"{owner.__qualname__}: {text}")
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__}(...)" if " object at 0x" in repr(value) else repr(value)
 
 
 def value_problems(schema: type, given: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -202,7 +206,8 @@ def _hints(schema: type) -> dict[str, Any]:
     return get_type_hints(schema)
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
@@ -210,7 +215,7 @@ class _Rule:
     """What a field of a type allows."""
 
     def __init__(self, item: Field[Any], hint: Any) -> None:
-        self.item, self.given, self.kinds = item, item.metadata, _members(hint)
+        self.item, self.given, self.kinds = item, item.metadata, members(hint)
         literals = (each for kind in self.kinds if get_origin(kind) is Literal for each in get_args(kind))
         self.words: tuple[str, ...] = (*self.given.get("words", ()), *literals)
         is_any = Any in self.kinds and "least" in self.given
@@ -218,7 +223,7 @@ class _Rule:
         self.is_mapping = any(get_origin(kind) is dict for kind in self.kinds)
         inner = (get_args(kind)[-1] for kind in self.kinds if get_origin(kind) in (list, dict))
         has_rule = bool(self.words or "least" in self.given)
-        self.elements = next((each for each in inner if has_rule or {int, float} & {*_members(each)}), None)
+        self.elements = next((each for each in inner if has_rule or {int, float} & {*members(each)}), None)
         self.is_checked = bool(self.numbers or self.words or self.elements or bool in self.kinds)
         self.has_null = NoneType in self.kinds or "null" in self.given
         is_time = item.name.endswith(("seconds", "timeout"))

@@ -13,19 +13,24 @@ devices gpus ngpus processes nproc_per_node tpu_cores ipus; nodes nnodes; lr lea
 ; accumulation.steps accumulate_grad_batches gradient_accumulation_steps; precision dtype mixed_precision
 ; gradient_clip_val grad_clip gradient_clipping clip_grad_norm grad_norm; ckpt_path resume_from_checkpoint
 ; run_dir default_root_dir output_dir log_dir hydra.run.dir hydra.sweep.dir; launch launcher hydra/launcher
+; train_dataloaders dataloaders train_dataloader dataloader train_loader loader
 ; recipe experiment config config_name datamodule dataset; enable_model_summary weights_summary
+; fit train training; test eval evaluate; validate val eval evaluate; predict infer inference
 ; checkpoint enable_checkpointing checkpoint_callback; monitor enable_progress_bar progress_bar_refresh_rate
-; single single_device none; ddp dp data_parallel ddp2 horovod; deepspeed_json deepspeed; zero1 zero deepspeed
-; zero2 shard_grad_op zero deepspeed; zero3 fsdp fsdp1 fsdp2 fsdp_cpu full_shard hsdp zero deepspeed
+; single single_device none; ddp dp data_parallel ddp2 horovod ddp_find_unused_parameters_true
+; deepspeed_json deepspeed; zero1 zero deepspeed; zero2 shard_grad_op zero deepspeed
+; zero3 fsdp fsdp1 fsdp2 fsdp_cpu full_shard hsdp zero deepspeed
 ; hybrid model_parallel 2d 3d hybrid_3d megatron; tensor tp model_parallel megatron; pipeline pp model_parallel
 ; context cp sp sequence ulysses; expert ep moe; parameter_server ps async; local_sgd post_local_sgd
 ; shard dp_shard fsdp; replicate dp_replicate; 16-mixed 16 fp16 float16 half amp mixed; fp16 float16 half
-; bf16-mixed bf16 bfloat16 amp mixed; bf16 bfloat16; 32 32-true fp32 float32 float full single; 64-true fp64 float64
+; bf16-mixed bf16 bfloat16 amp mixed; bf16 bfloat16; fit train run
+; validate eval evaluate val; predict infer inference; 32 32-true fp32 float32 float full single; 64-true fp64 float64
 """
 # What to do where the interface in use has no name for the word.
 _ADVICE = {
     "hydra/sweeper": "type -m and the values of a key, such as -m seed=0,1",
     "lr": "it is an argument of the optimizer or of the module",
+    "tensor": "for several axes, choose the strategy hybrid (HybridStrategy), which takes tensor, pipeline and context",
     "ckpt_path": "it is an argument of fit, validate, test and predict: type trainer.fit(module, ckpt_path=...)",
 }
 

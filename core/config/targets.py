@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
+from trainwright.core.config.lightning_alias import lightning_path
 from trainwright.core.problems import did_you_mean
 
 _OWN = "trainwright"
@@ -59,7 +60,7 @@ def lineage(target: str) -> Iterator[str]:
     """
     waiting, seen = [target], {target}
     while waiting:
-        path = waiting.pop(0)
+        path = lightning_path(waiting.pop(0))
         yield path
         found = [base for base in definition(path)[1] if base not in seen]
         seen.update(found)
@@ -73,7 +74,7 @@ def problem_of_target(key: str, target: str) -> str | None:
         key: of the target in the configuration.
         target: dotted path of a class or function.
     """
-    parts = target.split(".")
+    parts = lightning_path(target).split(".")
     where = f"{key}._target_={target}"
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return f"{where}: not the path of a class; type package.module.ClassName"
@@ -90,7 +91,8 @@ def problem_of_target(key: str, target: str) -> str | None:
         return None
     if parts[0] == _OWN and (places := _places_of(parts[-1])):
         return f"{where}: {parts[-1]} has moved; type {key}._target_={' or '.join(places)}"
-    defined = sorted(f"{module}.{name}" for name, is_own in names.items() if is_own and not name.startswith("_"))
+    imports = not any(names.values())  # all that it offers
+    defined = sorted(f"{module}.{name}" for name, own in names.items() if (own or imports) and name[0] != "_")
     return f"{where}: {module} has no {rest[0]!r}; {did_you_mean(f'{module}.{rest[0]}', defined, 'it defines')}"
 
 
@@ -214,7 +216,7 @@ def _top_level_names(spec: ModuleSpec) -> dict[str, bool] | None:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names |= {(alias.asname or alias.name).split(".")[0]: False for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names[node.id] = True
+            names[node.id] = node.id != "__all__"
     return None if "*" in names or "__getattr__" in names else names
 
 

@@ -53,15 +53,16 @@ def layout_picture(layout: Layout) -> str:
     Args:
         layout: of the axes pipeline, shard and tensor.
     """
-    sizes, width, height = layout.sizes, 360 / (layout.tensor * layout.shard), 96 / layout.pipeline
-    parts = [text(230, 20, "weights of one module"), text(555, 20, "samples of one global batch (shard)")]
+    sizes, left, height = layout.sizes, 62, 96 / layout.pipeline  # left of the boxes: room for "stage 1" in wide fonts
+    width = (410 - left) / (layout.tensor * layout.shard)
+    parts = [text((left + 410) / 2, 20, "weights of one module"), text(555, 20, "samples of one global batch (shard)")]
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         column = place["tensor"] * layout.shard + place["shard"]
         y = 52 + place["pipeline"] * height
-        parts.append(box(50 + column * width, y, width, height, f"rank {rank}", COLORS[rank]))
+        parts.append(box(left + column * width, y, width, height, f"rank {rank}", COLORS[rank]))
     for part in range(layout.tensor):
-        parts.append(text(50 + (part + 0.5) * 360 / layout.tensor, 44, f"part {part + 1} of layers (tensor)"))
+        parts.append(text(left + (part + 0.5) * width * layout.shard, 44, f"part {part + 1} of layers (tensor)"))
     for stage in range(layout.pipeline):
         parts.append(text(6, 56 + (stage + 0.5) * height, f"stage {stage + 1}", "start"))
     for data_rank in range(layout.data_ranks):

@@ -17,7 +17,7 @@ _CALLED = {
     "predict": ((), "predict_dataloader"),
 }
 # Their classes define hooks only without effect; modules of Lightning's other packages, such as its demos, have some.
-_STUBS = ("lightning.pytorch.core.", "lightning.fabric.", "pytorch_lightning.core.", "lightning_fabric.", "torch.")
+_STUBS = ("lightning.pytorch.core.", "lightning.fabric.", "torch.")
 
 
 def hook_problems(cfg: DictConfig, verb: str) -> Iterator[str]:

@@ -108,8 +108,11 @@ def problems_before_layout(cfg: DictConfig, surroundings: Surroundings) -> list[
 
 
 def _targets(cfg: DictConfig) -> Iterator[str]:
-    for key, node in targets_in(OmegaConf.to_container(cfg)):
-        problem = problem_of_target(key, node["_target_"])
+    seen: list[object] = []
+    # A group that another refers to is found twice; the shorter key is the one to type.
+    for key, node in sorted(targets_in(OmegaConf.to_container(cfg)), key=lambda item: item[0].count(".")):
+        problem = None if node in seen else problem_of_target(key, node["_target_"])
+        seen.append(node)
         if problem is not None:
             yield problem
 

@@ -24,6 +24,7 @@ from trainwright.core.problems import ConfigError
 from trainwright.core.processes.machine import num_cores
 from trainwright.core.processes.orphans import end_with_parent, in_lasting_thread
 from trainwright.core.processes.scratch import default_variables, scratch
+from trainwright.strategies.contract.attributes import with_attributes
 
 # Ranks inherit these as ignored, see restore_defaults.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -75,11 +76,8 @@ def has_forkserver() -> bool:
 
 def _use_scratch() -> None:
     """Put multiprocessing's sockets and semaphores into our scratch folder, which is removed even after kill -9."""
-    previous, tempfile.tempdir = tempfile.tempdir, str(scratch())
-    try:
+    with with_attributes(tempfile, tempdir=str(scratch())):
         util.get_temp_dir()
-    finally:
-        tempfile.tempdir = previous
 
 
 def stop_forkserver() -> None:

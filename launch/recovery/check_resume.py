@@ -244,7 +244,7 @@ def _only(kind: str, path: str) -> str:
 
 def _unreadable(path: Path) -> str | None:
     if not os.path.lexists(path):
-        return "there is no such file or folder"
+        return "there is no such file or folder; type another path, or leave this key out"
     if not path.exists():
         return f"is a link to {os.readlink(path)}, which does not exist"
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from trainwright.planning.memory.state import UnitState
 from trainwright.planning.search.work import BUCKET_BYTES, Work
-from trainwright.strategies.data.bucket_size import bucket_bytes_for
+from trainwright.strategies.data.options import bucket_bytes_for
 
 # Packed buckets in flight, see strategies/data/sharding/reducer.py.
 _IN_FLIGHT = 2

@@ -144,6 +144,5 @@ def _sides(module: LightningModule, plan: ModelPlan) -> dict[str, str]:
     """Return for each parameter outside of blocks whether it is used before them, after them, or both."""
     if len(plan.blocks) < 2:
         return {}
-    spans = [range(1), range(1, len(plan.blocks))]
-    holders = PipelineCut(module, plan, spans, []).holders
+    holders = PipelineCut(module, plan, [range(1), range(1, len(plan.blocks))], []).holders
     return {name: BOTH if len(at) > 1 else (FIRST, LAST)[at[0]] for name, at in holders.items()}

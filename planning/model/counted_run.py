@@ -19,10 +19,9 @@ from trainwright.core.layout import Layout
 from trainwright.core.torch_internals import TorchDispatchMode
 from trainwright.core.torch_internals import _pytree as pytree
 from trainwright.planning.model.fake_run import autocast_of, loss_of
-from trainwright.strategies.contract.communication.axes import name_of
 from trainwright.strategies.contract.communication.calls import CollectiveCall, listen
 from trainwright.strategies.contract.communication.costs import least_bytes
-from trainwright.strategies.contract.communication.meter import Sent
+from trainwright.strategies.contract.communication.meter import Sent, name_of
 
 BEFORE, AFTER = "before", "after"
 """Phases of a run besides the indices of its blocks: before the first block, and after the last."""

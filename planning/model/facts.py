@@ -36,6 +36,7 @@ from trainwright.planning.model.experts import assume_routing
 from trainwright.planning.time.cost import Bytes, ModelCut, ModelPart, PassCost
 from trainwright.strategies.compose.engine_options import EngineOptions
 from trainwright.strategies.compose.engines import Engines
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.meter import Sent
 from trainwright.strategies.contract.groups import LayoutGroups
 from trainwright.strategies.plan.blocks import checkpoint_activations, count_parameters, find_blocks
@@ -163,8 +164,7 @@ class ModelFacts:
     def _twice(self, cut: ModelCut, with_values: bool) -> PassCost:
         # Not one sample: views that are contiguous only for one sample keep larger storages alive.
         two, three = (self._run(cut, samples, with_values) for samples in (2, 3))
-        active = [place for place, _ in two.blocks]
-        return pass_of(two, three, self._representatives(active), self.kinds)
+        return pass_of(two, three, self._representatives([place for place, _ in two.blocks]), self.kinds)
 
     def _run(self, cut: ModelCut, samples: int, with_values: bool) -> CountedRun:
         with self._prepared(cut, samples, with_values) as (module, blocks, batch, layout):
@@ -313,11 +313,8 @@ def with_blocks(
         if index not in active:
             block = module.get_submodule(name)
             memo[id(block)] = _shell(block, last)
-    trainer, module._trainer = module._trainer, None
-    try:
+    with with_attributes(module, _trainer=None):
         return copy.deepcopy(module, memo)
-    finally:
-        module._trainer = trainer
 
 
 def _shell(block: nn.Module, last: LastOutput) -> nn.Module:

@@ -10,11 +10,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import extract_batch_size
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainwright.core.config.lightning_alias import instantiate
 from trainwright.core.device_profiles import profile_of
 from trainwright.core.failures.error_text import first_line, named_line
 from trainwright.core.layout import Layout
@@ -183,7 +183,7 @@ def _built(cfg: DictConfig) -> LightningModule:
 
 def _real(cfg: DictConfig) -> LightningModule:
     """Build the module of a configuration with memory on the CPU."""
-    module: LightningModule = instantiate(cfg.module, _convert_="all")
+    module: LightningModule = instantiate(cfg.module)
     module.configure_model()
     if any(parameter.is_meta for parameter in module.parameters()):
         module.to_empty(device="cpu")
@@ -223,7 +223,7 @@ def _loader(cfg: DictConfig, module: LightningModule) -> Any:
     with open_dict(data):
         if "num_workers" in data:
             data.num_workers = 0  # worker processes cost more than one batch
-    source = instantiate(data, _convert_="all")
+    source = instantiate(data)
     source.prepare_data()
     source.setup("fit")
     return source.train_dataloader()

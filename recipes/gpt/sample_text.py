@@ -66,8 +66,7 @@ class SampleText(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         encode, decode = getattr(data, "encode", _as_bytes), getattr(data, "decode", _as_text)
         ids = data.sample_prompt() if self.prompt is None else encode(self.prompt)
-        sampling = Sampling(self.length, self.temperature, seed=self.seed)
-        (new,) = continued(trainer, pl_module, [ids], sampling)
+        (new,) = continued(trainer, pl_module, [ids], Sampling(self.length, self.temperature, seed=self.seed))
         text = decode([*ids, *new])
         # Terminals interpret control characters.
         text = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
@@ -75,8 +74,7 @@ class SampleText(Callback):
             self._publish(trainer, text)
 
     def _publish(self, trainer: Trainer, text: str) -> None:
-        heading = f"Sample after {trainer.global_step} steps:"
-        trainer.print(f"{heading}\n{text}\n")
+        trainer.print(f"Sample after {trainer.global_step} steps:\n{text}\n")
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sample.txt").write_text(f"{text}\n", encoding="utf-8")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright import document_attention, document_mask
 from trainwright.recipes.hugging_face.chunked_logits import logits_in_chunks
-from trainwright.recipes.hugging_face.documents import register_document_attention
 from trainwright.recipes.hugging_face.folders import covers, model_folder, tensor_names
 from trainwright.recipes.language_model import LanguageModule, OptimizerFactory
 
@@ -88,8 +88,7 @@ class HuggingFaceModule(LanguageModule):
             config = auto.for_model(sizes.pop("model_type"), **sizes)
         else:
             config = auto.from_pretrained(self.pretrained, local_files_only=True, trust_remote_code=False, **sizes)
-        found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        attention = _attention_of(found)
+        attention = _attention_of(transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
         if self.pretrained is not None and not self.deferred:
             return self._load(config, attention)
         made: Any = transformers.AutoModelForCausalLM.from_config(
@@ -165,3 +164,66 @@ def _attention_of(model: Any) -> str | None:
     ):
         return "sdpa"
     return register_document_attention()
+
+
+def register_document_attention() -> str:
+    """Register :func:`trainwright.document_attention` with transformers; returns its ``attn_implementation``.
+
+    A mask that is causal within documents becomes their starts; any other is left to ``sdpa``.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = document_attention.__name__
+    AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(name, _mask)
+    return name
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    forward: Any = sdpa_attention_forward
+    if attention_mask is None or attention_mask.dtype is not torch.int64:
+        return forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    if any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")):
+        return forward(module, query, key, value, document_mask(attention_mask), **options)  # type: ignore[no-any-return]
+    dropout, scale = options.get("dropout", 0.0), options.get("scaling")
+    out = document_attention(query, key, value, attention_mask, dropout, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Any, device: torch.device, **options: Any
+) -> Tensor | None:
+    from transformers.masking_utils import sdpa_mask
+
+    plain: Any = sdpa_mask
+    skips = options.get("allow_is_causal_skip", True) or options.get("use_vmap", False)
+    if q_length == kv_length > 1 and not skips and options.get("attention_mask") is None:
+        starts = _starts_of(mask_function, batch_size, q_length, torch.device(device))
+        if starts is not None:
+            return starts
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    mask: Tensor | None = plain(**sizes, mask_function=mask_function, device=device, **options)
+    return mask
+
+
+def _starts_of(sees: Any, batch_size: int, length: int, device: torch.device) -> Tensor | None:
+    """Return the starts of documents ``(B, 1, 1, T)``; ``None`` if the mask is not causal within documents.
+
+    Args:
+        sees: ``(sequence, head, query, key) -> bool``, on tensors of indices.
+    """
+    rows = torch.arange(batch_size, device=device)[:, None]
+    positions = torch.arange(length, device=device)[None]
+    before, after = (positions - 1).clamp(min=0), (positions + 1).clamp(max=length - 1)
+    goes_on = sees(rows, 0, positions, before) & (positions > 0)
+    starts = torch.where(goes_on, 0, positions).cummax(1).values
+    outside = (starts - 1).clamp(min=0)
+    is_causal = ~sees(rows, 0, positions, after) | (after == positions)
+    sees_first, sees_outside = sees(rows, 0, positions, starts), sees(rows, 0, positions, outside) & (starts > 0)
+    fits = (is_causal & sees_first & ~sees_outside).all()
+    is_readable = type(fits) is Tensor and not fits.is_meta and not torch.compiler.is_compiling()
+    return starts[:, None, None] if is_readable and bool(fits) else None

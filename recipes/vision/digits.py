@@ -98,8 +98,7 @@ class DigitsModule(LightningModule):
         logits = self(images)
         shared: dict[str, Any] = {"batch_size": len(images), "sync_dist": True}
         self.log(f"{stage}_loss", F.cross_entropy(logits, classes), **shared)
-        accuracy = (logits.argmax(dim=1) == classes).float().mean()
-        self.log(f"{stage}_acc", accuracy, prog_bar=True, **shared)
+        self.log(f"{stage}_acc", (logits.argmax(dim=1) == classes).float().mean(), prog_bar=True, **shared)
 
 
 class DigitsData(LightningDataModule):

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from trainwright.strategies.context.documents import document_attention, document_mask
     from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
     from trainwright.strategies.data.ddp import DDPStrategy
-    from trainwright.strategies.data.ddp_options import DDPOptions
+    from trainwright.strategies.data.options import DDPOptions, ZeroOptions
     from trainwright.strategies.data.single import SingleDeviceStrategy
     from trainwright.strategies.data.zero import ZeroStrategy
-    from trainwright.strategies.data.zero_options import ZeroOptions
     from trainwright.strategies.local_updates.strategy import DiLoCoStrategy, LocalSGDStrategy
     from trainwright.strategies.parameter_server.strategy import ParameterServerStrategy
+    from trainwright.strategies.pipeline.batch_kinds import register_batch
     from trainwright.strategies.plan.model_plan import ModelPlan
     from trainwright.trainer.data.streams.dealt import DealtStream
     from trainwright.trainer.data.streams.sharded import ShardedStream
@@ -60,8 +60,8 @@ _LOCATIONS = {
     "LocalSGDStrategy": "trainwright.strategies.local_updates.strategy",
     "DiLoCoStrategy": "trainwright.strategies.local_updates.strategy",
     "StrategyOptions": "trainwright.strategies.contract.options",
-    "DDPOptions": "trainwright.strategies.data.ddp_options",
-    "ZeroOptions": "trainwright.strategies.data.zero_options",
+    "DDPOptions": "trainwright.strategies.data.options",
+    "ZeroOptions": "trainwright.strategies.data.options",
     "HybridOptions": "trainwright.strategies.compose.hybrid_options",
     "PlannedRun": "trainwright.strategies.contract.options",
     "Layout": "trainwright.core.layout",
@@ -84,6 +84,7 @@ _LOCATIONS = {
     "document_mask": "trainwright.strategies.context.documents",
     "number": "trainwright.core.config.options",
     "options_of": "trainwright.strategies.compose.world",
+    "register_batch": "trainwright.strategies.pipeline.batch_kinds",
     "run": "trainwright.command.run",
     "value_problems": "trainwright.core.config.options",
     "word": "trainwright.core.config.options",
@@ -128,6 +129,7 @@ __all__ = [
     "document_mask",
     "number",
     "options_of",
+    "register_batch",
     "run",
     "value_problems",
     "word",

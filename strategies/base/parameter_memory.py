@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -69,6 +70,14 @@ def apply_beside(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Non
         for name, buffer in sub._buffers.items():
             if buffer is not None:
                 sub._buffers[name] = function(buffer)
+
+
+def own_elements(module: nn.Module) -> None:
+    """Copy buffers whose elements share memory, as those of ``expand`` do: nobody can write values into them."""
+    for sub in module.modules():
+        for name, buffer in sub._buffers.items():
+            if buffer is not None and any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)):
+                sub._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def keep_in_place(module: nn.Module) -> None:

@@ -91,7 +91,7 @@ class LayoutStrategy(Strategy):
     def __init__(self, *, init_from: str | Path | None = None, **kwargs: Any) -> None:
         refuse_unknown_arguments(type(self), kwargs, self.options_class, *self.passes_to)
         self.options, others = self.options_class.take(python_values(kwargs))
-        refuse(self.options.problems_of_call())
+        refuse((each.replace("strategy.", "") for each in self.options.problems_of_call()), type(self).__name__)
         self._own_io = others.get("checkpoint_io") is not None
         super().__init__(**others)
         self.state = RunStates(self, init_from)

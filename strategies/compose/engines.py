@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from trainwright.core.layout import Layout
+from trainwright.core.problems import first_of
 from trainwright.strategies.base.whole.parts import Share
 from trainwright.strategies.base.whole.watch import PartsWatch
 from trainwright.strategies.compose.engine_options import EngineOptions
@@ -114,13 +115,13 @@ class Engines:
             device: of this rank.
 
         Raises:
-            ValueError: if the module cannot be partitioned so; lists every problem.
+            ValueError: if the module cannot be partitioned so; with the first problem.
         """
         with kept_random_state(device):  # proofs draw inputs
             made, plan = cls(), plan_for(module, layout, options)
             problems = problems_of(module, plan, layout, options)
         if problems:
-            raise ValueError(f"The layout {layout} is impossible for {type(module).__name__}: " + "; ".join(problems))
+            raise ValueError(f"The layout {layout} is impossible for {type(module).__name__}: " + first_of(problems))
         made.module, made.is_cut, made.plan = module, True, plan
         made.num_parameters = count_parameters(module)
         made._layout, made._groups, made._options, made._device = layout, groups, options, device

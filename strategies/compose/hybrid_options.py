@@ -21,7 +21,7 @@ from trainwright.strategies.compose.rules import (
     sync_batchnorm_problem,
 )
 from trainwright.strategies.contract.options import AVERAGING_CALLBACKS, PlannedRun
-from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.data.options import ZeroOptions
 from trainwright.strategies.parameter_server.tables.placement import placement_problems, placement_run_problems
 from trainwright.strategies.pipeline.schedules import CHOICES, can_run
 
@@ -222,3 +222,45 @@ def sequence_length(cfg: Any) -> int | None:
     config = module.get("config")
     given = {data, module.get("seq_len"), config.get("seq_len") if hasattr(config, "get") else None}
     return data if isinstance(data, int) and given - {None} == {data} else None
+
+
+@dataclass
+class TensorOptions(HybridOptions):
+    """`strategy=tensor`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.TensorParallelStrategy"
+    # Ranks that split each weight of a layer; -1 = the rest.
+    tensor: int = number(-1, least=-1)
+    # Ranks over which ZeRO splits the state; 1 = off.
+    shard: int = number(1, least=-1)
+
+
+@dataclass
+class PipelineOptions(HybridOptions):
+    """`strategy=pipeline`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.PipelineStrategy"
+    # Ranks with different stages of the model; -1 = the rest.
+    pipeline: int = number(-1, least=-1)
+    # Ranks over which ZeRO splits the state; 1 = off.
+    shard: int = number(1, least=-1)
+
+
+@dataclass
+class ContextOptions(HybridOptions):
+    """`strategy=context`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.ContextParallelStrategy"
+    # Ranks that split the sequence of the same samples; -1 = the rest.
+    context: int = number(-1, least=-1)
+    # Ranks that read different samples and share the state by ZeRO; 1 = off.
+    shard: int = number(1, least=-1)
+
+
+@dataclass
+class ExpertOptions(HybridOptions):
+    """`strategy=expert`."""
+
+    _target_: str = "trainwright.strategies.compose.one_axis.ExpertParallelStrategy"
+    # Ranks with different experts, a divisor of shard x context; -1 = all of these.
+    expert: int = number(-1, least=-1)

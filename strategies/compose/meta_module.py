@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from trainwright.core.config.lightning_alias import instantiate
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
@@ -28,7 +30,6 @@ def build_on_meta(cfg: DictConfig) -> LightningModule:
         Exception: from the module's constructor or `configure_model`, which may need real tensors.
     """
     import torch
-    from hydra.utils import instantiate
 
     silence = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -37,6 +38,6 @@ def build_on_meta(cfg: DictConfig) -> LightningModule:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.device("meta"))
-        module: LightningModule = instantiate(cfg.module, _convert_="all")
+        module: LightningModule = instantiate(cfg.module)
         module.configure_model()
     return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,8 @@ from trainwright.strategies.tensor.plan import TensorDraft, sequence_problems
 
 # A list of blocks counts as the model's trunk if it has this many times the parameters of any other list.
 _CLEARLY_HEAVIER = 2
+# Characters of a reason in a refusal.
+_SHOWN = 160
 
 
 def plan_for(module: nn.Module, layout: Layout, options: EngineOptions) -> ModelPlan:
@@ -279,9 +282,12 @@ def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> 
             else "this layout needs repeated blocks, and none were found in the model"
         )
     if "tensor" in needs and not _splits_weights(plan):
+        source, *left = plan.sources["tensor"].split("; left whole: ")
+        first = f"; left whole: {shorten(left[0], _SHOWN)}" if left else ""
+        more = f"; {len(left) - 1} more reasons" if left[1:] else ""
         problems.append(
             "strategy.tensor needs weights that can be split by columns and rows, and none were recognised "
-            f"({plan.sources['tensor']})"
+            f"({source}{first}{more})"
         )
         if compiled_modules(module):
             problems.append(f"compiled modules hide theirs. {COMPILE_BLOCKS}")
@@ -289,7 +295,7 @@ def _check_needs(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> 
         problems.append("strategy.expert needs experts, and none were found in the model")
     if problems:
         raise ValueError(
-            f"{'; '.join(problems)}. Tried on {type(module).__name__}, in order: {_tried(module)}. "
+            f"{'; '.join(problems)}. Tried on {type(module).__name__}: {_tried(module)}. "
             f"To start from: {_example(module, plan, needs)}"
         )
 
@@ -310,12 +316,9 @@ def _check_size(module: nn.Module, config: PlanConfig | Mapping[str, Any] | None
 def _tried(module: nn.Module) -> str:
     has_own = any(callable(getattr(type(sub), "parallel_plan", None)) for sub in module.modules())
     has_metadata = any(is_pretrained_model(sub) or hasattr(sub, "_no_split_modules") for sub in module.modules())
-    return (
-        "the configuration (strategy.plan), "
-        f"a parallel_plan() method ({'there is one' if has_own else 'there is none'}), "
-        f"Hugging Face metadata ({'there is some' if has_metadata else 'there is none'}), "
-        "a search for computations that can be split"
-    )
+    there_are = {"a parallel_plan() method": has_own, "Hugging Face metadata": has_metadata}
+    tried = [f"{name} ({'there' if found else 'none'})" for name, found in there_are.items()]
+    return ", ".join(["strategy.plan", *tried, "a search for computations that can be split"])
 
 
 def _example(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> str:
@@ -332,16 +335,15 @@ def _example(module: nn.Module, plan: ModelPlan, needs: Collection[str]) -> str:
 
 
 def _tensor_lines(module: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Return plan lines for the linear layers of one block: the last of each module ``rowwise``, others ``colwise``."""
+    """Return plan lines for the first two linear layers side by side in a block: ``colwise``, then ``rowwise``."""
     scope = blocks[:1] or ("",)
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, dict[str, None]] = {}
     for name, sub in module.named_modules():
         if features_of(sub) is not None and within(name, scope[0]):
-            groups.setdefault(parent_of(name), []).append(name)
-    lines = []
-    for group in [names for names in groups.values() if len(names) > 1] or list(groups.values()):
-        lines += [f"{starred(name)}: colwise" for name in group[:-1]] + [f"{starred(group[-1])}: rowwise"]
-    return list(dict.fromkeys(lines))[:8] or ["<name of a linear layer>: colwise", "<the next one>: rowwise"]
+            groups.setdefault(parent_of(name), {})[starred(name)] = None
+    pairs = (list(names) for names in groups.values() if len(names) > 1)
+    first, *_, last = next(pairs, ["<name of a linear layer>", "<the next one>"])
+    return [f"{first}: colwise", f"{last}: rowwise"]
 
 
 def describe_plan(plan: ModelPlan, module: nn.Module) -> str:

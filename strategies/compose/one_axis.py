@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from trainwright.strategies.compose.hybrid import HybridStrategy
-from trainwright.strategies.compose.one_axis_options import (
-    ContextOptions,
-    ExpertOptions,
-    PipelineOptions,
-    TensorOptions,
-)
+from trainwright.strategies.compose.hybrid_options import ContextOptions, ExpertOptions, PipelineOptions, TensorOptions
 
 
 class TensorParallelStrategy(HybridStrategy):
     """Each weight of a layer split over ``tensor`` ranks (Megatron-LM, arXiv:1909.08053).
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.compose.one_axis_options.TensorOptions`.
+        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.TensorOptions`.
     """
 
     strategy_name = "tensor"
@@ -26,7 +21,7 @@ class PipelineStrategy(HybridStrategy):
     """Blocks of the model split over ``pipeline`` ranks, which work on different micro-batches at a time.
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.compose.one_axis_options.PipelineOptions`.
+        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.PipelineOptions`.
     """
 
     strategy_name = "pipeline"
@@ -37,7 +32,7 @@ class ContextParallelStrategy(HybridStrategy):
     """Sequence of every sample split over ``context`` ranks, with exact attention.
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.compose.one_axis_options.ContextOptions`.
+        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.ContextOptions`.
     """
 
     strategy_name = "context"
@@ -48,7 +43,7 @@ class ExpertParallelStrategy(HybridStrategy):
     """Experts of a mixture-of-experts model spread over ranks that read different samples.
 
     Args:
-        **kwargs: options, see :class:`~trainwright.strategies.compose.one_axis_options.ExpertOptions`.
+        **kwargs: options, see :class:`~trainwright.strategies.compose.hybrid_options.ExpertOptions`.
     """
 
     strategy_name = "expert"

@@ -211,8 +211,7 @@ class ContextParallel:
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide whether to split this pass, and split its hidden states."""
         given = arguments(args, kwargs)
-        place = hidden_states(given)
-        states = given[place]
+        states = given[hidden_states(given)]
         cached = _cached_positions(given)
         if torch.is_grad_enabled():
             self.order.check(states.size(1))

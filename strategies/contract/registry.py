@@ -21,17 +21,17 @@ from trainwright.strategies.contract.options import StrategyOptions
 GROUP = "trainwright.strategies"
 """Group of entry points."""
 _OPTIONS = {
-    "single": "data.single_options.SingleOptions",
-    "ddp": "data.ddp_options.DDPOptions",
-    "zero1": "data.zero_options.Zero1Options",
-    "zero2": "data.zero_options.Zero2Options",
-    "zero3": "data.zero_options.Zero3Options",
+    "single": "data.options.SingleOptions",
+    "ddp": "data.options.DDPOptions",
+    "zero1": "data.options.Zero1Options",
+    "zero2": "data.options.Zero2Options",
+    "zero3": "data.options.Zero3Options",
     "hybrid": "compose.hybrid_options.HybridOptions",
-    "tensor": "compose.one_axis_options.TensorOptions",
-    "pipeline": "compose.one_axis_options.PipelineOptions",
-    "context": "compose.one_axis_options.ContextOptions",
+    "tensor": "compose.hybrid_options.TensorOptions",
+    "pipeline": "compose.hybrid_options.PipelineOptions",
+    "context": "compose.hybrid_options.ContextOptions",
     "parameter_server": "parameter_server.options.ParameterServerOptions",
-    "expert": "compose.one_axis_options.ExpertOptions",
+    "expert": "compose.hybrid_options.ExpertOptions",
     "local_sgd": "local_updates.options.LocalSGDOptions",
     "diloco": "local_updates.options.DiLoCoOptions",
 }

@@ -23,8 +23,7 @@ Forms = Sequence[tuple[str, str]]
 
 def forms_of(module: nn.Module) -> list[tuple[str, str]]:
     """Return names and forms of parameters and buffers, in order; they must be equal on all ranks."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, _form(tensor)) for name, tensor in named]
+    return [(name, _form(tensor)) for name, tensor in [*module.named_parameters(), *module.named_buffers()]]
 
 
 def _form(tensor: Tensor) -> str:

@@ -21,12 +21,14 @@ from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.means import OverlappedMean
 from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.measures import Measures
+from trainwright.strategies.base.parameter_memory import own_elements
 from trainwright.strategies.base.strategy import LayoutStrategy
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.advice import best_piece_bytes
 from trainwright.strategies.contract.same_model import differ_between_ranks
 from trainwright.strategies.contract.waits.waiting import ReducerWaits, Waits
 from trainwright.strategies.data.batch_norm import adapt_layer_sync
-from trainwright.strategies.data.ddp_options import DDPOptions
+from trainwright.strategies.data.options import DDPOptions
 
 # Bytes; smaller buckets cost more in calls than the link model accounts for.
 _LEAST_BUCKET = 2**18
@@ -75,6 +77,7 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Materialize the model, prepare its blocks, then set up as Lightning does."""
+        own_elements(self.lightning_module)
         self._refuse_different_models()
         self._materialise()
         self._blocks.prepare(self.lightning_module, self._find_blocks())
@@ -113,12 +116,9 @@ class DDPStrategy(LayoutStrategy, LightningDDPStrategy):
         self._end_means()
         self.model._remove_autograd_hooks()
         self.model = self.lightning_module
-        kwargs = self._ddp_kwargs
-        self._ddp_kwargs = {**kwargs, "init_sync": False}  # keep each rank's running statistics
-        try:
+        # Keep each rank's running statistics.
+        with with_attributes(self, _ddp_kwargs={**self._ddp_kwargs, "init_sync": False}):
             self.configure_ddp()
-        finally:
-            self._ddp_kwargs = kwargs
 
     def teardown(self) -> None:
         """Stop averaging threads, then tear down as Lightning does."""

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy as LightningSingleDeviceStrategy
 
 from trainwright.strategies.base.strategy import LayoutStrategy
-from trainwright.strategies.data.single_options import SingleOptions, too_many_devices
+from trainwright.strategies.data.options import SingleOptions, too_many_devices
 
 
 class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
@@ -17,7 +17,7 @@ class SingleDeviceStrategy(LayoutStrategy, LightningSingleDeviceStrategy):
 
     Args:
         device: ``None`` takes the device chosen by the Trainer.
-        **kwargs: options, see :class:`~trainwright.strategies.data.single_options.SingleOptions`.
+        **kwargs: options, see :class:`~trainwright.strategies.data.options.SingleOptions`.
     """
 
     strategy_name = "single"

@@ -23,26 +23,26 @@ from trainwright.core.lightning_internals import _optimizers_to_device
 from trainwright.strategies.averaging.compression.buckets import ReplicaPart
 from trainwright.strategies.averaging.replica_averaging import ReplicaAveraging
 from trainwright.strategies.base.certificate.certified import Certified
-from trainwright.strategies.base.parameter_memory import check_memory
+from trainwright.strategies.base.parameter_memory import check_memory, own_elements
 from trainwright.strategies.base.strategy import LayoutStrategy
 from trainwright.strategies.base.whole.parts import ModuleParts, Share
 from trainwright.strategies.base.whole.strategy import Wholes
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.advice import MeasuredLink
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.contract.part import Tables
 from trainwright.strategies.contract.same_model import broadcast_from_first
 from trainwright.strategies.data.batch_norm import adapt_layer_sync
-from trainwright.strategies.data.optimizers.owners import Owners
+from trainwright.strategies.data.optimizers.owners import Owners, load_states, with_whole_states
 from trainwright.strategies.data.optimizers.shared import SharedOptimizers
+from trainwright.strategies.data.options import ZeroOptions
 from trainwright.strategies.data.sharding.certified import CertifiedShards
 from trainwright.strategies.data.sharding.exchanges import Exchanges
 from trainwright.strategies.data.sharding.gathering import drop_prefetched, fastest_depth, gather_ahead
 from trainwright.strategies.data.sharding.gradient_hooks import refuse_accumulation_hooks
 from trainwright.strategies.data.sharding.originals import Originals
-from trainwright.strategies.data.sharding.plain_checkpoints import load_states, with_whole_states
 from trainwright.strategies.data.sharding.split import Splitter, explain
 from trainwright.strategies.data.sharding.step import Step
-from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.plan.slots import find_slots
 from trainwright.strategies.state.shards import ParameterShard, gradient_problems
 from trainwright.strategies.state.wholes import gather_tree
@@ -164,6 +164,7 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
         self._failed = False
         self.tables.find(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        own_elements(module)
         self._refuse_different_models()
         if fitting:
             self._layer_sync = adapt_layer_sync(self._layer_sync, self.root_device)
@@ -288,11 +289,8 @@ class ZeroStrategy(LayoutStrategy, LightningDDPStrategy):
             super().teardown()
             return
         self._step.leave(self.root_device, self._failed)
-        module, self._lightning_module = self._lightning_module, None
-        try:
+        with with_attributes(self, _lightning_module=None):
             super().teardown()  # without the module, whose move would bypass FSDP2
-        finally:
-            self._lightning_module = module
 
     # ---- compression ----------------------------------------------------------------------------------------------
 

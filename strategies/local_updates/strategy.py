@@ -23,8 +23,7 @@ from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.groups import new_subgroup
 from trainwright.strategies.local_updates.options import DiLoCoOptions, LocalSGDOptions, fragment_problem
 from trainwright.strategies.local_updates.outer import OuterParameters
-from trainwright.strategies.local_updates.replicas import LocalReplicas, attach_replicas
-from trainwright.strategies.local_updates.schedule import UpdateSchedule, fragment_of
+from trainwright.strategies.local_updates.replicas import LocalReplicas, UpdateSchedule, attach_replicas, fragment_of
 from trainwright.strategies.local_updates.state import averages, optimizer_tensors, outer_boxes, read_outer
 
 _COMPRESSION = "compression/"

@@ -344,12 +344,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
     def _own_state(self, trainer: Any) -> Content:
         """Return this rank's state of the run, without requests to servers."""
         assert self._served is not None
-        self.peers.is_apart = self._served.skips_state = True
-        try:
+        with with_attributes(self.peers, is_apart=True), with_attributes(self._served, skips_state=True):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             return self.run_state(checkpoint, complete=True)
-        finally:
-            self.peers.is_apart = self._served.skips_state = False
 
     def _rebuild_process_group(self, returns: int) -> None:
         """Rebuild the process group if a worker has rejoined since it was created."""
@@ -430,12 +427,9 @@ class ParameterServerStrategy(LayoutStrategy, LightningDDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; where ranks step independently, collectives inside raise."""
-        self._is_independent = not self.traits.steps_are_collective
-        try:
-            with nullcontext() if self.client is None else self.client.watched():
-                return super().training_step(*args, **kwargs)
-        finally:
-            self._is_independent = False
+        independent = with_attributes(self, _is_independent=not self.traits.steps_are_collective)
+        with independent, nullcontext() if self.client is None else self.client.watched():
+            return super().training_step(*args, **kwargs)
 
     def _settle(self) -> None:
         """Wait for pending pulls."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
+from trainwright.core.problems import first_of
 from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.contract.communication.calls import listen
 from trainwright.strategies.contract.randomness.state import kept_random_state
@@ -245,7 +246,7 @@ class PipelineEngine:
             routes, unsent = plan_routes(self.cut, self._ranks, trace, needs, forms, left)
             problems = list(dict.fromkeys([*unsent, *(problem for each in found for problem in each[2])]))
             if problems:
-                raise RuntimeError(" ".join(problems)) from error
+                raise RuntimeError(first_of(problems)) from error
         if error is not None:
             raise error
         draws, is_whole = (any(each[place] for each in found) for place in (4, 5))

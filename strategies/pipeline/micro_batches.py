@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from trainwright.strategies.pipeline.batch_kinds import kind_of
+
 # Path of a tensor ("inputs.0.ids") -> its dim of samples; None: every micro-batch gets it whole.
 BatchDims = Mapping[str, int | None]
 
@@ -25,6 +27,7 @@ def batch_size_of(batch: Any, dims: BatchDims | None = None) -> int:
         ValueError: if tensors disagree, there is none, or ``dims`` names a missing one.
     """
     sizes = {path: tensor.shape[dim] for path, tensor, dim in _tensors(batch, dims or {}) if dim is not None}
+    sizes |= _sizes_of_objects(batch)
     unknown = set(dims or ()) - {path for path, _, _ in _tensors(batch, dims or {})}
     if unknown:
         raise ValueError(
@@ -43,7 +46,8 @@ def batch_size_of(batch: Any, dims: BatchDims | None = None) -> int:
             raise ValueError(
                 f"The tensor {path!r} of the batch has length {size} along its batch dim, others have {common}. To "
                 f"split it along another dim, type batch_dims={{{path!r}: <dim>}}; to give it whole to every "
-                f"micro-batch, batch_dims={{{path!r}: null}}."
+                f"micro-batch, batch_dims={{{path!r}: null}}. If it belongs to an object such as a batch of graphs, "
+                "say how that is split: trainwright.register_batch(cls, size, select)."
             )
     return common
 
@@ -62,7 +66,7 @@ def check_samples(batch: Any, dims: BatchDims, size: int, samples: int) -> None:
     """
     tensors = [(path, tensor) for path, tensor, dim in _tensors(batch, dims) if dim is not None]
     elsewhere = {path: tuple(t.shape).index(samples) for path, t in tensors if samples in t.shape}
-    if size == samples or (size < samples and not elsewhere):
+    if size == samples or (size < samples and not elsewhere) or not tensors:
         return
     example = ", ".join(f"{path!r}: {dim}" for path, dim in elsewhere.items()) or f"{tensors[0][0]!r}: <dim>"
     raise ValueError(
@@ -118,14 +122,28 @@ def _dim_of(tensor: Tensor, path: str, dims: BatchDims) -> int | None:
     return 0 if tensor.ndim else None
 
 
-def _tensors(batch: Any, dims: BatchDims, path: str = "") -> Iterator[tuple[str, Tensor, int | None]]:
+def _tensors(
+    batch: Any, dims: BatchDims, path: str = "", within: bool = False
+) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield path, tensor and dim of samples; ``None`` for tensors ``within`` an object that is split by its kind."""
     if isinstance(batch, Tensor):
-        yield path, batch, _dim_of(batch, path, dims)
+        yield path, batch, None if within else _dim_of(batch, path, dims)
+    within = within or kind_of(batch) is not None
     for name, value in _children(batch):
-        yield from _tensors(value, dims, f"{path}.{name}" if path else str(name))
+        yield from _tensors(value, dims, f"{path}.{name}" if path else str(name), within)
+
+
+def _sizes_of_objects(batch: Any, path: str = "") -> dict[str, int]:
+    kind = kind_of(batch)
+    if kind is not None:
+        return {path: kind.size(batch)}
+    children = ((f"{path}.{name}" if path else str(name), value) for name, value in _children(batch))
+    return {key: size for each, value in children for key, size in _sizes_of_objects(value, each).items()}
 
 
 def _children(batch: Any) -> list[tuple[Any, Any]]:
+    if isinstance(batch, Tensor):
+        return []
     if isinstance(batch, Mapping):
         return list(batch.items())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -134,13 +152,15 @@ def _children(batch: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(batch))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
-    return []
+    return list(vars(batch).items()) if kind_of(batch) is not None and hasattr(batch, "__dict__") else []
 
 
 def _slice(batch: Any, piece: slice, size: int, dims: BatchDims, path: str) -> Any:
     if isinstance(batch, Tensor):
         dim = _dim_of(batch, path, dims)
         return batch if dim is None else batch.narrow(dim, piece.start, piece.stop - piece.start)
+    if (kind := kind_of(batch)) is not None:
+        return kind.select(batch, piece)
     is_listed = isinstance(batch, list | tuple) and not hasattr(batch, "_fields")
     if is_listed and len(batch) == size and next(_tensors(batch, {}), None) is None:
         return type(batch)(batch[piece])
@@ -152,7 +172,8 @@ def _slice(batch: Any, piece: slice, size: int, dims: BatchDims, path: str) -> A
     if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
         raise TypeError(
             f"The batch holds a {type(batch).__name__}{f' at {path!r}' if path else ''}, whose tensors cannot be split "
-            "into micro-batches. Collate into dicts, lists, tuples or dataclasses of tensors."
+            "into micro-batches. Collate into dicts, lists, tuples or dataclasses of tensors, or say how it is split: "
+            f"trainwright.register_batch({type(batch).__name__}, size, select)."
         )
     return batch
 
@@ -175,6 +196,8 @@ def copied(batch: Any) -> Any:
     """Return the batch with copies of its tensors."""
     if isinstance(batch, Tensor):
         return batch.clone()
+    if kind_of(batch) is not None:
+        return copy.deepcopy(batch)
     children = _children(batch)
     return _rebuilt(batch, {name: copied(value) for name, value in children}) if children else batch
 

@@ -26,9 +26,8 @@ from trainwright.strategies.pipeline.cut import PipelineCut
 from trainwright.strategies.pipeline.gates import Gates, StagePass
 from trainwright.strategies.pipeline.results import LogRecorder, Publisher, StepVerdict, no_log, redirected_log
 from trainwright.strategies.pipeline.schedules import make_schedule, orders_of
-from trainwright.strategies.pipeline.sends import Place as SendPlace
-from trainwright.strategies.pipeline.sends import Sends, releasable_sends
-from trainwright.strategies.pipeline.stage import Activation, UserStepStage, leaves_of
+from trainwright.strategies.pipeline.stage import Activation, Sends, UserStepStage, leaves_of, releasable_sends
+from trainwright.strategies.pipeline.stage import Place as SendPlace
 from trainwright.strategies.pipeline.tracing.block_values import identities
 from trainwright.strategies.pipeline.tracing.routes import StageRoutes
 from trainwright.strategies.pipeline.tracing.stand_ins import StandIns, Written

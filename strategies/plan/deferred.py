@@ -197,8 +197,7 @@ class MetaInitializer:
         Raises:
             ValueError: if neither ``_init_weights`` nor ``reset_parameters()`` sets one of them.
         """
-        path = name.removeprefix(self._name).removeprefix(".")
-        chain = self._chain(path)
+        chain = self._chain(name.removeprefix(self._name).removeprefix("."))
         owner = chain[0]
         state = torch.get_rng_state()
         missing: list[str] = []

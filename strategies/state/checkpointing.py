@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -125,7 +124,7 @@ class RunStates:
         self._strategy = strategy
         self.init_from = None if init_from is None else str(init_from)
         # The module whose initial weights were loaded; they are not loaded again.
-        self._initialized: weakref.ref[nn.Module] | None = None
+        self._initialized: nn.Module | None = None
         self._checkpoint_group = WorldGroup()
         # Rank state to restore when training starts.
         self.pending: dict[str, Tensor] | None = None
@@ -394,8 +393,7 @@ class RunStates:
         if own is not None:
             self.init_from = self.init_from or str(own)
             module.initial_weights = None  # type: ignore[assignment]
-        is_first = self._initialized is None or self._initialized() is not module
-        self._initialized = weakref.ref(module)
+        is_first, self._initialized = self._initialized is not module, module
         if self.init_from is None or not is_first or module.trainer.ckpt_path is not None:
             return
         source: TensorSource

@@ -45,8 +45,7 @@ def whole_on_device(tensor: Tensor) -> Tensor:
 
 def _gather_rows(part: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """Gather all ranks' rows of dim 0; a rank's part is that of ``torch.chunk`` of ``length`` rows."""
-    rows = -(-length // dist.get_world_size(group))
-    padded = part.new_zeros(rows, *part.shape[1:])
+    padded = part.new_zeros(-(-length // dist.get_world_size(group)), *part.shape[1:])
     padded[: len(part)].copy_(part)
     return gather_parts(padded, group).flatten(0, 1)[:length]
 

@@ -80,8 +80,7 @@ def _project(part: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Ten
         else part.in_proj_weight.chunk(3)
     )
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    inputs = (query, key, value)
-    return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
 
 def _merged(attn: Tensor | None, padding: Tensor | None, q: Tensor, group: dist.ProcessGroup) -> Tensor | None:

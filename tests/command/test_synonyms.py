@@ -121,3 +121,9 @@ def test_answer_names_keys_that_the_recipe_reads(conf) -> None:  # type: ignore[
     """The user's recipe builds its optimizer itself, so that optimizer.lr would have no effect."""
     [problem] = compose_checked(["recipe=mine", "lr=0.1"], conf).problems
     assert "optimizer.lr" not in problem
+
+
+@pytest.mark.parametrize(("word", "verb"), [("train", "fit"), ("eval", "test"), ("infer", "predict")])
+def test_verbs_of_other_libraries(capsys: pytest.CaptureFixture[str], word: str, verb: str) -> None:
+    assert run_command([word, "recipe=digits"]) == 2
+    assert f"{word}: there is no such verb; did you mean {verb}?" in "".join(capsys.readouterr())

@@ -38,8 +38,11 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
 def test_search_reads_its_index_from_a_script(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert index.startswith("var __index = ")
-    found = {each["location"] for each in json.loads(index.removeprefix("var __index = "))["docs"]}
+    found = {
+        each["location"]: each.get("boost", 1) for each in json.loads(index.removeprefix("var __index = "))["docs"]
+    }
     assert "api.html#trainwright.Trainer" in found
+    assert found["coming_from/composer.html"] < found["data_order.html"] == found["strategies/hybrid.html"]
     for page in {*site.rglob("*.html")} - {site / "404.html"}:  # which only a server shows
         text = page.read_text(encoding="utf-8")
         scripts = re.findall(r'<script src="([^"]+)"', text)

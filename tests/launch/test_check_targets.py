@@ -134,6 +134,11 @@ def test_argument_of_a_shared_group() -> None:
     assert said.startswith("optimizer.momentun: torch.optim.SGD has no such argument; did you mean momentum?")
 
 
+def test_class_of_a_shared_group() -> None:
+    [said] = problems_of("recipe=digits", "optimizer._target_=absent.SGD", "accelerator=cpu")
+    assert said.startswith("optimizer._target_=absent.SGD: there is no module 'absent'")
+
+
 SCRIPT = (
     MODULE
     + """

@@ -19,8 +19,7 @@ from trainwright.strategies.averaging.compression.options import CompressionChoi
 from trainwright.strategies.compose.check_strategy import strategy_problems
 from trainwright.strategies.compose.world import options_of
 from trainwright.strategies.contract.options import PlannedRun
-from trainwright.strategies.data.ddp_options import DDPOptions
-from trainwright.strategies.data.zero_options import ZeroOptions
+from trainwright.strategies.data.options import DDPOptions, ZeroOptions
 from trainwright.strategies.parameter_server.options import ParameterServerOptions
 
 SERVER = ("recipe=digits", "strategy=parameter_server", "devices=2", "accelerator=cpu")
@@ -164,6 +163,12 @@ def test_parameter_servers_push_with_the_codec_of_the_group(tmp_path: Path) -> N
     codec = build_trainer(compose(None, words)).strategy._factory.codec
     assert isinstance(codec, Int8)
     assert codec.row_bytes(640) == Int8(block=64).row_bytes(640) != Int8(256).row_bytes(640)
+
+
+def test_a_progress_bar_of_the_recipe_replaces_the_default(tmp_path: Path) -> None:
+    bar = "lightning.pytorch.callbacks.RichProgressBar"
+    words = ("recipe=digits", "accelerator=cpu", f"run_dir={tmp_path}", f"+callbacks.bar._target_={bar}")
+    assert type(build_trainer(compose(None, words)).progress_bar_callback).__name__ == "RichProgressBar"
 
 
 # ---- loss guards -----------------------------------------------------------------------------------------------------

@@ -275,6 +275,27 @@ def test_the_last_step_of_whole_batches_is_a_mean_over_samples(ranks, reference,
             torch.testing.assert_close(whole, alone, rtol=1e-6, atol=1e-7)
 
 
+class Unrebuildable(DataLoader):
+    """Keeps none of its arguments, and cuts its batches by itself."""
+
+    def __init__(self, numbers: int, per_batch: int) -> None:
+        data = Numbers(numbers)
+        super().__init__(data, sampler=BatchSampler(SequentialSampler(data), per_batch, False), batch_size=None)
+
+
+def read_unrebuildable(strategy: str, count: int) -> list[list[int]]:
+    module = Reader()
+    make_trainer(strategy, max_epochs=1, global_batch_size=4).fit(module, Unrebuildable(16, 4 // count))
+    return [batch for batches in module.read.values() for batch in batches]
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("ddp", 2)])
+def test_a_loader_that_keeps_no_arguments(ranks, strategy, count):
+    read = ranks(read_unrebuildable, count, strategy, count)
+    steps = [sum((found[step] for found in read), []) for step in range(len(read[0]))]
+    assert steps == [list(range(first, first + 4)) for first in range(0, 16, 4)]
+
+
 def distributed_bulk() -> list[list[int]]:
     data, module = Numbers(16), Reader()
     sampler = DistributedSampler(data, dist.get_world_size(), dist.get_rank(), shuffle=False)

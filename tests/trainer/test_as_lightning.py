@@ -176,16 +176,29 @@ def test_lists_of_hydra() -> None:
 
 
 def test_objects_of_the_other_package_are_refused() -> None:
+    class Returns(Module):
+        def __init__(self, loader: Any) -> None:
+            super().__init__()
+            self.loader = loader
+
+        def train_dataloader(self) -> Any:
+            return self.loader
+
     other = type("Net", (), {"__module__": "pytorch_lightning.core"})
-    theirs: Any = type("Mine", (other,), {})()
+    theirs: Any = type("Mine", (other,), {"__iter__": lambda self: iter(())})()
     trainer = trainer_of()
     for wrong in (
         lambda: trainer.fit(theirs),
         lambda: trainer.fit(Module(), datamodule=theirs),
         lambda: trainer.validate(model=theirs),
         lambda: trainer_of(callbacks=[theirs]),
+        lambda: trainer_of(strategy=theirs),
+        lambda: trainer.fit(Module(), {"a": theirs}),
+        lambda: trainer.fit(Returns(theirs)),
     ):
-        with pytest.raises(TypeError, match=r"Mine is of the package pytorch_lightning.*import lightning\.pytorch"):
+        with pytest.raises(
+            TypeError, match=r"Mine is of the package pytorch_lightning.* type lightning.pytorch .*_alias"
+        ):
             wrong()
 
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.zoo.base import (
     CLASSES,
@@ -35,6 +36,7 @@ from tests.zoo.base import (
     vectors,
 )
 from tests.zoo.cells import Row
+from trainwright import register_batch
 
 
 def cnn() -> nn.Module:
@@ -276,6 +278,51 @@ class Graph(nn.Module):
         return x + F.relu(self.own(x) + self.others(ring @ x))
 
 
+class Graphs:
+    """Graphs of several sizes in one object.
+
+    Args:
+        x: ``(nodes, features)``, of all graphs.
+        of: ``(nodes,)``, the index of each one's graph.
+        y: ``(graphs,)``
+    """
+
+    def __init__(self, x: Tensor, of: Tensor, y: Tensor) -> None:
+        self.x, self.of, self.y = x, of, y
+
+    def to(self, *args: Any, **kwargs: Any) -> Graphs:
+        return Graphs(*(each.to(*args, **kwargs) for each in vars(self).values()))
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, piece: slice) -> Graphs:
+        chosen = (self.of >= piece.start) & (self.of < piece.stop)
+        return Graphs(self.x[chosen], self.of[chosen] - piece.start, self.y[piece])
+
+
+register_batch(Graphs)
+
+
+def graphs(batch: int) -> DataLoader:
+    """Graphs of 1 to 4 nodes."""
+    rows = [(x.repeat(1 + int(y) % 4, 1) * torch.arange(1, 2 + int(y) % 4)[:, None], y) for x, y in vectors(1).dataset]
+
+    def collate(some: list[Any]) -> Graphs:
+        of = torch.repeat_interleave(torch.tensor([len(x) for x, _ in some]))
+        return Graphs(torch.cat([x for x, _ in some]), of, torch.stack([y for _, y in some]))
+
+    return DataLoader(rows, batch_size=batch, collate_fn=collate)  # type: ignore[arg-type]
+
+
+class OfGraphs(Classifier):
+    """Classifies graphs by the sum over their nodes."""
+
+    def loss(self, batch: Graphs) -> Tensor:
+        out = torch.zeros(len(batch), CLASSES, device=self.device).index_add(0, batch.of, self(batch.x))
+        return F.cross_entropy(out, batch.y)
+
+
 class Recommender(Classifier):
     """Tables of embeddings and their products."""
 
@@ -447,6 +494,7 @@ ROWS = [
     Row("diffusion", Diffusion, noisy, equal="zero3, pipeline"),
     Row("normalizing flow", Flows, vectors, equal="zero3", either="pipeline"),
     Row("graph", stack(Graph), alike(sequences), equal="zero3, pipeline"),
+    Row("graphs in an object", OfGraphs, graphs, equal="ddp, zero3, tensor, pipeline"),
     Row("recommender", Recommender, tokens, equal="ddp, zero3"),
     Row("NeRF", Nerf, vectors, equal="zero3", either="tensor"),
     Row("CTC", Ctc, alike(sequences), equal="tensor, pipeline"),

@@ -68,6 +68,11 @@ def alike(section: str, kind: str, names: str, **common: Any) -> tuple[Key, ...]
     return tuple(Key(f"{section}.{name}".lstrip("."), kind, **common) for name in names.split())
 
 
+def taken(section: str, kind: str, **names: str) -> tuple[Key, ...]:
+    """Return keys of a section whose values native keys take: DeepSpeed's name and that of the native key."""
+    return tuple(Key(f"{section}.{name}", kind, becomes) for name, becomes in names.items())
+
+
 def near(path: str, note: str = "", kind: str = BOOL, **more: Any) -> Key:
     """Return a key whose native configuration differs, as the note says."""
     return Key(path, kind, note=note, status=APPROXIMATED, **more)
@@ -116,23 +121,18 @@ _TRAINING = (
     Key("scheduler.params.warmup_num_steps", WHOLE, "warmup_steps", auto=True),
     Key("scheduler.params.warmup_type", TEXT, "shape", words=("log", "linear")),
     Key("scheduler.params.total_num_steps", WHOLE, "total_steps", auto=True),
-    Key("scheduler.params.warmup_min_ratio", NUMBER, "first_part"),
-    Key("scheduler.params.cos_min_ratio", NUMBER, "last_part"),
+    *taken("scheduler.params", NUMBER, warmup_min_ratio="first_part", cos_min_ratio="last_part"),
     Key("scheduler.params.lr_range_test_min_lr", RATES, "lowest"),
     Key("scheduler.params.lr_range_test_step_size", WHOLE, "every"),
     Key("scheduler.params.lr_range_test_step_rate", NUMBER, "growth"),
     Key("scheduler.params.lr_range_test_staircase", BOOL, "staircase"),
-    Key("scheduler.params.cycle_min_lr", RATES, "lowest"),
-    Key("scheduler.params.cycle_max_lr", RATES, "highest"),
+    *taken("scheduler.params", RATES, cycle_min_lr="lowest", cycle_max_lr="highest"),
     Key("scheduler.params.decay_lr_rate", NUMBER, "decay"),
-    Key("scheduler.params.cycle_first_step_size", NUMBER, "up_steps"),
-    Key("scheduler.params.cycle_second_step_size", NUMBER, "down_steps"),
-    Key("scheduler.params.cycle_first_stair_count", WHOLE, "up_stairs"),
-    Key("scheduler.params.cycle_second_stair_count", WHOLE, "down_stairs"),
+    *taken("scheduler.params", NUMBER, cycle_first_step_size="up_steps", cycle_second_step_size="down_steps"),
+    *taken("scheduler.params", WHOLE, cycle_first_stair_count="up_stairs", cycle_second_stair_count="down_stairs"),
     Key("scheduler.params.decay_step_size", NUMBER, "decay_every"),
     Key("scheduler.params.cycle_momentum", BOOL, "cycle_momentum"),
-    Key("scheduler.params.cycle_min_mom", RATES, "lowest_momentum"),
-    Key("scheduler.params.cycle_max_mom", RATES, "highest_momentum"),
+    *taken("scheduler.params", RATES, cycle_min_mom="lowest_momentum", cycle_max_mom="highest_momentum"),
     Key("scheduler.params.decay_mom_rate", NUMBER, "momentum_decay"),
 )
 
@@ -188,16 +188,11 @@ _WATCHING = (
     near("flops_profiler.enabled", "monitor.throughput logs flops_per_second of the module. On in monitor=default."),
     Key("csv_monitor.enabled", BOOL, note="metrics.csv in the run directory is always written."),
     Key("tensorboard.enabled", BOOL),
-    Key("tensorboard.output_path", TEXT, "save_dir"),
-    Key("tensorboard.job_name", TEXT, "name"),
+    *taken("tensorboard", TEXT, output_path="save_dir", job_name="name"),
     Key("wandb.enabled", BOOL),
-    Key("wandb.project", TEXT, "project"),
-    Key("wandb.team", TEXT, "entity"),
-    Key("wandb.group", TEXT, "group"),
+    *taken("wandb", TEXT, project="project", team="entity", group="group"),
     Key("comet.enabled", BOOL),
-    Key("comet.project", TEXT, "project"),
-    Key("comet.workspace", TEXT, "workspace"),
-    Key("comet.experiment_key", TEXT, "experiment_key"),
+    *taken("comet", TEXT, project="project", workspace="workspace", experiment_key="experiment_key"),
     Key("comet.online", BOOL, "online"),
     Key("comet.mode", TEXT, "mode"),
 )

@@ -16,6 +16,7 @@ from trainwright.core.run.launcher import Launcher, detect_launcher
 from trainwright.launch.ranks.output import ranks_to_stderr
 from trainwright.tools.doctor.examination import DoctorRequest, Examination, examine_locally, examine_under_launcher
 from trainwright.tools.doctor.finding import ERROR
+from trainwright.tools.verb import FAILED, OK, run_verb
 
 _ACCELERATORS = ("auto", "cpu", "gpu")
 
@@ -68,7 +69,6 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argpars
     """
     options = {"doctor": ("--json", "--help"), "profile": ("--out", "--overwrite", "--help")}[verb]
     parser = Parser(verb)
-    parser.add_argument("-h", "--help", action="store_true")
     for option in options[:-1]:
         parser.add_argument(option, action="store" if option == "--out" else "store_true")
     arguments, plain, problems = parser.parse_among_words(words, options)
@@ -93,7 +93,6 @@ def parse(verb: str, words: Sequence[str], launcher: Launcher | None) -> argpars
     return arguments
 
 
-OK, FAILED, REFUSED = 0, 1, 2
 DOCTOR, PROFILE = "doctor", "profile"
 VERBS = (DOCTOR, PROFILE)
 _DEFAULT_OUT = str(MEASURED)
@@ -156,19 +155,13 @@ def run_doctor_command(words: Sequence[str]) -> int:
         The exit code: 0 no errors, 1 errors found, 2 the command line was refused.
     """
     verb = next(word for word in words if word in VERBS)
-    rest = list(words)
-    rest.remove(verb)
-    launcher = detect_launcher()
-    try:
-        typed = parse(verb, rest, launcher)
-        if typed.help:
-            print(HELP[verb], end="")
-            return OK
-        return (_doctor if verb == DOCTOR else _profile)(typed, launcher)
-    except ConfigError as failure:
-        if launcher is None or launcher.rank == 0:
-            print(f"trainwright: {failure}", file=sys.stderr)
-        return REFUSED
+    launcher, run = detect_launcher(), _doctor if verb == DOCTOR else _profile
+    is_other = launcher is not None and launcher.rank > 0
+
+    def parsed_and_run(rest: Sequence[str]) -> int:
+        return run(parse(verb, rest, launcher), launcher)
+
+    return run_verb(verb, words, HELP[verb], parsed_and_run, bare=True, silent=is_other)
 
 
 def _doctor(typed: argparse.Namespace, launcher: Launcher | None) -> int:

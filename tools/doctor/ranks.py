@@ -242,12 +242,10 @@ def _latency(partner: int, first: bool, device: torch.device) -> float:
 def _transfer(partner: int, sends: bool, device: torch.device) -> float:
     """Return the fastest seconds of a large message with a small reply."""
     large, small, taken = torch.zeros(_LARGE, device=device), torch.zeros(_SMALL, device=device), []
+    sent, received = (large, small) if sends else (small, large)
     for _ in range(_TRANSFERS):
         begin = now_on(device)
-        if sends:
-            _exchange(large, small, partner, True)
-        else:
-            _exchange(small, large, partner, False)
+        _exchange(sent, received, partner, sends)
         taken.append(now_on(device) - begin)
     return min(taken)
 

@@ -10,10 +10,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainwright.core.problems import ConfigError
-from trainwright.tools.new.templates import FILES
 from trainwright.tools.verb import OK, run_verb
 
 VERB = "new"
+# File of a project -> its template in `templates/`; `{name}` is the project, `{title}` its class prefix.
+FILES = {
+    "README.md": "README.md",
+    "pyproject.toml": "pyproject.toml",
+    ".gitignore": "gitignore",
+    ".github/workflows/ci.yml": "ci.yml",
+    "{name}/__init__.py": "__init__.py",
+    "{name}/module.py": "module.py",
+    "{name}/data.py": "data.py",
+    "conf/recipe/{name}.yaml": "recipe.yaml",
+    "tests/test_layouts.py": "test_layouts.py",
+}
+_TEMPLATES = files("trainwright.tools.new") / "templates"
 HELP = """trainwright new: create a project with a module, data, a recipe, a test and CI.
 
 usage: trainwright new NAME
@@ -52,7 +64,8 @@ def _create(words: Sequence[str]) -> int:
 def project(name: str) -> dict[Path, str]:
     """Return the files of a project: path -> text."""
     words = {"name": name, "title": "".join(word.capitalize() for word in name.split("_"))}
-    return {Path(name, path.format(**words)): text.format(**words) for path, text in FILES.items()}
+    texts = {path: (_TEMPLATES / f"{file}.txt").read_text(encoding="utf-8") for path, file in FILES.items()}
+    return {Path(name, path.format(**words)): text.format(**words) for path, text in texts.items()}
 
 
 def _problem(words: Sequence[str]) -> str | None:

@@ -129,13 +129,13 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 def _why_not_a_run(path: Path) -> str:
     if not path.exists():
-        return "this run directory does not exist"
+        return "this run directory does not exist; type runs/<name>/<time>"
     if not path.is_dir():
         return "this is a file; type the run directory"
     inside = sorted(below.name for below in path.iterdir() if (below / "config.yaml").is_file())
     if inside:
         return f"this folder contains runs but is not one itself; type for example {path / inside[-1]}"
-    return "this is not a run directory: it has no config.yaml, metrics.csv or monitor/"
+    return "this is not a run directory: it has no config.yaml, metrics.csv or monitor/; type runs/<name>/<time>"
 
 
 def write_report(run_dir: Path) -> None:

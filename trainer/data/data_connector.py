@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
+from trainwright.core.config.lightning_alias import refuse_other_package
 from trainwright.core.lightning_internals import _auto_add_worker_init_fn, _DataConnector
 from trainwright.core.processes.orphans import end_with_main_thread
 from trainwright.core.run.traits import traits_of
@@ -34,9 +36,8 @@ from trainwright.trainer.data.loaders import (
     replace_batches,
 )
 from trainwright.trainer.data.partition import RangePartition, SamplePartition
-from trainwright.trainer.data.reading import hash_partition
+from trainwright.trainer.data.reading import hash_partition, seed_samples
 from trainwright.trainer.data.remembered_states import RememberedStates, state_source
-from trainwright.trainer.data.seeded_samples import seed_samples
 from trainwright.trainer.data.streams.dealt import DealtLoader, uses_stream
 from trainwright.trainer.data.streams.loader import StreamLoader
 from trainwright.trainer.data.streams.shard_loader import ShardLoader
@@ -61,6 +62,7 @@ class OrderedDataConnector(_DataConnector):
         self._restorers: dict[DataLoader[Any], Callable[[], None]] = {}
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        refuse_other_package([dataloader])
         loader = self._prepare(dataloader, shuffle, mode)
         _auto_add_worker_init_fn(loader, self._seed_rank)
         shield_workers(loader)
@@ -141,7 +143,7 @@ class OrderedDataConnector(_DataConnector):
             self._restorers[loader] = restorer
         if training:
             current = trainer.fit_loop.epoch_loop.batch_progress.current
-            sampler.consumed = lambda: current.ready
+            sampler.consumed = partial(getattr, current, "ready")  # a Trainer can be pickled
             # Lightning then knows that the loader can resume within an epoch.
             dealt.state_dict, dealt.load_state_dict = sampler.state_dict, sampler.load_state_dict
             if trainer.seed_samples:

@@ -76,7 +76,7 @@ class DealingSampler(Sampler[list[int]]):
     def __init__(self, data_rank: int, data_ranks: int) -> None:
         self.data_rank = data_rank
         self.data_ranks = data_ranks
-        self.consumed = lambda: 0
+        self.consumed = int  # 0
         self.drawn = 0
         self._resumed: Resumed | None = None
         self._passed: tuple[int, int] = (0, 0)  # epoch, passes started in it

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -15,6 +17,7 @@ from trainwright.core.lightning_internals import (
     _IndexBatchSamplerWrapper,
     _reinstantiate_wrapped_cls,
 )
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.trainer.data.data_order import RankBatchSampler
 from trainwright.trainer.data.dealt_batches import DealtBatchSampler
 from trainwright.trainer.data.epoch_order import EpochOrder
@@ -23,6 +26,8 @@ OrderedSampler = RankBatchSampler | DealtBatchSampler
 # Users' loaders in single-process runs: what each read last in training, and those used for evaluation.
 _IN_PLACE: WeakKeyDictionary[DataLoader[Any], OrderedSampler] = WeakKeyDictionary()
 _KEPT: WeakSet[DataLoader[Any]] = WeakSet()
+# Attributes of what a loader reads, and how.
+_PLAIN = ("dataset", "_dataset_kind", "collate_fn", "batch_size", "drop_last", "sampler", "batch_sampler")
 _OWN = ("batch_sampler", "sampler", "worker_init_fn", "_iterator")
 
 
@@ -111,14 +116,24 @@ def replace_batches(loader: DataLoader[Any], batches: OrderedSampler, stage: Run
 
 
 def rebuild(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Return a copy of ``loader``, of its own class and with its own arguments except for ``changes``."""
-    own = loader.__dict__["batch_sampler"]
+    """Return a copy of ``loader``, of its own class and with its own arguments except for ``changes``.
+
+    If the class does not keep its arguments, the copy is shallow.
+    """
     # Lightning would insist on rebuilding a user's batch sampler around another sampler; we replace it as a whole.
-    loader.__dict__["batch_sampler"] = BatchSampler(SequentialSampler(range(1)), 1, False)
     try:
-        args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
-    finally:
-        loader.__dict__["batch_sampler"] = own
+        with with_attributes(loader, batch_sampler=BatchSampler(SequentialSampler(range(1)), 1, False)):
+            args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    except MisconfigurationException:
+        return _shallow_copy(loader, changes)
     # Positional arguments by name: a positional batch_size would contradict batch_sampler.
     kwargs = {**dict(zip(getattr(loader, "__pl_saved_arg_names", ()), args, strict=False)), **kwargs, **changes}
     return _reinstantiate_wrapped_cls(loader, **kwargs)  # type: ignore[no-any-return]
+
+
+def _shallow_copy(loader: DataLoader[Any], changes: dict[str, Any]) -> DataLoader[Any]:
+    """Return a copy with other attributes, those that a plain ``DataLoader`` has with these arguments."""
+    plain = DataLoader(**{"dataset": loader.dataset, "collate_fn": loader.collate_fn, **changes})
+    made = copy.copy(loader)
+    vars(made).update({name: vars(plain)[name] for name in _PLAIN}, _iterator=None)
+    return made

@@ -98,8 +98,7 @@ class RangePartition:
 
     def queues(self, indices: Indices, data_ranks: int) -> list[Indices]:
         """Return the positions in ``indices`` that each data rank reads, in ascending order."""
-        by_index = np.argsort(indices, kind="stable")
-        return [np.sort(part) for part in np.array_split(by_index, data_ranks)]
+        return [np.sort(part) for part in np.array_split(np.argsort(indices, kind="stable"), data_ranks)]
 
 
 class HashPartition:

@@ -147,8 +147,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """Train one epoch."""
-        module = self.trainer.lightning_module
-        log_again = RepeatedLog(module, self.trainer, self._results)
+        log_again = RepeatedLog(self.trainer.lightning_module, self.trainer, self._results)
         with log_again.installed():
             try:
                 super().run(data_fetcher)

@@ -23,14 +23,14 @@ from trainwright.core.lightning_internals import (
     _set_sampler_epoch,
 )
 from trainwright.core.problems import ChangedDataError
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.data.sharding.gathering import shard_after_error
 from trainwright.trainer.data.cursor import Cursor, LoaderCursor, Skipped, differences, permission, refusal
 from trainwright.trainer.data.reading import describe, leased_batches, position, refuse_cycled_shards, resume_loaders
 from trainwright.trainer.loop.counters import cursor_of_counters, measure_limits, reopen, set_all, set_batches
-from trainwright.trainer.loop.data_ranks import DataRanks
 from trainwright.trainer.loop.epoch import LeanEpochLoop
 from trainwright.trainer.loop.reloaded import made_in_epoch
-from trainwright.trainer.loop.remembered_logs import collect_entries, redistribute, reset_metrics
+from trainwright.trainer.loop.remembered_logs import DataRanks, collect_entries, redistribute, reset_metrics
 
 if TYPE_CHECKING:
     from trainwright.trainer.contract import RunTrainer
@@ -159,15 +159,12 @@ class ResumableFitLoop(_FitLoop):
         this one."""
         if self.leased is None:
             return bool(super().done)
-        most = self.epoch_loop.max_steps
         if self.leased.leases.spent:
+            most = self.epoch_loop.max_steps
             rank_zero_info(f"`Trainer.fit` stopped: samples of `max_steps={most!r}` global batches were trained on.")
             return True
-        self.epoch_loop.max_steps = -1
-        try:
+        with with_attributes(self.epoch_loop, max_steps=-1):
             return bool(super().done)
-        finally:
-            self.epoch_loop.max_steps = most
 
     # ---- skipped samples ------------------------------------------------------------------------------------------
 

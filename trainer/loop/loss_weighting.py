@@ -177,8 +177,7 @@ class TokenWeights:
             self._reference = self._first_reference(count)
         one = torch.ones_like(count)
         self._sums.append(torch.stack((count, count * loss.detach().to(count.dtype).reshape(()), one, self._reference)))
-        dtype = torch.promote_types(loss.dtype, torch.float32)
-        return loss * (count / self._reference).to(dtype)
+        return loss * (count / self._reference).to(torch.promote_types(loss.dtype, torch.float32))
 
     def apply(self, result: ClosureResult, output: Any, padding: bool) -> None:
         """Replace the loss that ``result`` is differentiated by; the reported loss stays."""

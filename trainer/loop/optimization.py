@@ -328,7 +328,14 @@ class _LeanClosure:
         if result.closure_loss is not None:
             loop.phases.begin(BACKWARD)
             names["_current_fx_name"] = "backward"
-            strategy.backward(result.closure_loss, self._optimizer)
+            try:
+                strategy.backward(result.closure_loss, self._optimizer)
+            except RuntimeError as error:
+                loss, what = result.closure_loss, "`training_step` must return one number that depends on weights"
+                if loss.numel() != 1 or not loss.requires_grad:
+                    given = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+                    error.args = (f"{what}, such as loss.mean() without detach(), not {given} ({error}).",)
+                raise
             names["_current_fx_name"] = before
         loop.correct_gradients()
         loop.phases.begin(OPTIMIZER)
@@ -363,7 +370,11 @@ def reset_unscaled(trainer: Trainer) -> None:
 def _scaled(output: Any, divisor: float) -> ClosureResult:
     if divisor == 1 and isinstance(output, Tensor):
         return ClosureResult(output)  # saves an operation
-    return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
+    try:
+        return ClosureResult.from_training_step_output(output, divisor)  # type: ignore[arg-type]
+    except MisconfigurationException as error:
+        error.args = (f"training_step returned {' '.join(repr(output).split()):.200}: {error}",)
+        raise
 
 
 def _refuse_none(trainer: Trainer) -> None:

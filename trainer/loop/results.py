@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from trainwright.core.lightning_internals import _ResultCollection, _ResultMetric
+from trainwright.strategies.contract.attributes import with_attributes
 from trainwright.strategies.data.batch_norm import SynchronizedBatchNorm
 from trainwright.trainer.loop.remembered_logs import RememberedLogs
 
@@ -62,14 +63,9 @@ class LeanResults(_ResultCollection):
                 del self[key]
                 self._known.clear()
 
-    @contextmanager
-    def weighted(self, weight: float) -> Iterator[None]:
+    def weighted(self, weight: float) -> AbstractContextManager[None]:
         """Weight this rank's values of a step logged inside in means over ranks."""
-        self._weight = weight
-        try:
-            yield
-        finally:
-            self._weight = 1.0
+        return with_attributes(self, _weight=weight)
 
     def _weighting(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         def weight_and_reduce(value: Any, *args: Any, **kwargs: Any) -> Any:

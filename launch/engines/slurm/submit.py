@@ -80,8 +80,7 @@ class SubmittedJob:
             RankError: if a rank failed, or the job did.
             Interrupted: if the ranks were interrupted.
         """
-        run_dir = Path(self.cfg.run_dir)
-        folder = ends_folder(run_dir)
+        folder = ends_folder(Path(self.cfg.run_dir))
         ends = [read_node(folder, node) for node in range(self.cfg.nodes)]
         silence = f"{self.name} ended ({self.state}) without a reason; its last output is in {self.output()}"
         return metrics_of(folder, self.cfg, ends, silence)

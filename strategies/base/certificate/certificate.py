@@ -16,9 +16,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from trainwright.core.run.phases import CERTIFICATE
-from trainwright.strategies.base.certificate.patterns import Patterns
 from trainwright.strategies.base.certificate.sketch import parts_that_differ, sketches_of_wholes
-from trainwright.strategies.base.certificate.spots import FIRST, STRUCTURE, Check, SpotChecks, largest_of_ranks
+from trainwright.strategies.base.certificate.spots import (
+    FIRST,
+    STRUCTURE,
+    Check,
+    Patterns,
+    SpotChecks,
+    largest_of_ranks,
+)
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.contract.gradients import local_tensor
 

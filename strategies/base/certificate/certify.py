@@ -33,7 +33,6 @@ from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcas
 from trainwright.core.processes.machine import use_threads
 from trainwright.core.torch_internals import _disable_current_modes
 from trainwright.core.torch_internals import _pytree as pytree
-from trainwright.strategies.base.certificate.changes import StateBefore, first_difference
 from trainwright.strategies.base.certificate.compare import Comparison, Found, Tolerance, compare, tolerance_of
 from trainwright.strategies.base.certificate.determinism import Deterministic, fixed_seed
 from trainwright.strategies.base.certificate.sketch import WIDTH, sketch_of_part, sketch_of_whole
@@ -41,10 +40,12 @@ from trainwright.strategies.base.certificate.state import WrittenWeights, untouc
 from trainwright.strategies.base.certificate.stream import Streamed, Supply
 from trainwright.strategies.base.certificate.trial import (
     Compared,
+    StateBefore,
     Trial,
     WatchedTensors,
     arguments,
     captured,
+    first_difference,
     gradients_aside,
     loss_of,
     quiet,

@@ -96,7 +96,7 @@ class AfterRun:
                     "run, or build it anew and load a checkpoint: ckpt_path=."
                 )
 
-    def _apply(self, sub: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, sub: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Run ``nn.Module._apply``, on which ``to``, ``cpu``, ``half`` and others are based."""
         probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in set(self._kinds.values())]
         if all(function(probe) is probe and not probe.is_shared() for probe in probes):

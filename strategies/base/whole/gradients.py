@@ -23,6 +23,7 @@ class Shown(Host, Protocol):
     """True if more micro-batches follow before gradients are averaged."""
 
     measures: Measures
+    certificate: Any
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -50,8 +51,7 @@ class Gradients:
 
     def __init__(self, strategy: Shown) -> None:
         self.strategy = strategy
-        module = strategy.lightning_module
-        self._parameters = dict(module.named_parameters())
+        self._parameters = dict(strategy.lightning_module.named_parameters())
         self._read: Callable[[], Any] = type(strategy).named_gradients.__get__(strategy)
 
     def gradient_parts(self) -> Mapping[str, Tensor]:

@@ -106,8 +106,7 @@ def whole_tables(
 
         def refuse(key: str, what: str, owner: nn.Module = owner) -> None:
             name = name_in.get((id(owner), key), key)
-            first = next(iter(stand_ins.values()))
-            first.wholes.refuse(name, what)
+            next(iter(stand_ins.values())).wholes.refuse(name, what)
 
         tables.append((owner, _Table(items, refuse), ghosts))
     return tables

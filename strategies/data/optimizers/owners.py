@@ -15,13 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainwright.checkpoint.exchange.distinct import all_gather_values, broadcast_value
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.read.run_state import map_tree
 from trainwright.strategies.contract.collectives.bucketing import bucketed
 from trainwright.strategies.contract.gradients import local_tensor
+from trainwright.strategies.state.run_state import OPTIMIZERS
 from trainwright.strategies.state.shards import spread_like
+from trainwright.strategies.state.wholes import shard_optimizer_state
 
 # First and last index (exclusive) along each dim.
 _Box = tuple[tuple[int, int], ...]
@@ -214,3 +217,34 @@ def _at(tensor: Tensor, box: _Box) -> Tensor:
 
 def _num_bytes(shape: Sequence[int], like: Tensor) -> int:
     return torch.Size(shape).numel() * like.element_size()
+
+
+def with_whole_states(
+    checkpoint: dict[str, Any], optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str], owners: Owners | None
+) -> dict[str, Any]:
+    """Return a checkpoint completed by the optimizer states of other owners. A collective."""
+    if owners is None or OPTIMIZERS not in checkpoint:
+        return checkpoint
+    states = []
+    for optimizer, state in zip(optimizers, checkpoint[OPTIMIZERS], strict=True):
+        names = dict(enumerate(name_of(p) for group in optimizer.param_groups for p in group["params"]))
+        spread = {i: owners.spread(n, state["state"].get(i)) for i, n in names.items() if n in owners}
+        found = {**state["state"], **{i: values for i, values in spread.items() if values is not None}}
+        states.append({**state, "state": dict(sorted(found.items()))})
+    return {**checkpoint, OPTIMIZERS: states}
+
+
+def load_states(
+    checkpoint: Mapping[str, Any],
+    optimizers: Sequence[Optimizer],
+    name_of: Callable[[Tensor], str],
+    owners: Owners | None,
+) -> None:
+    """Load this rank's part of saved optimizer states, and the whole state of parameters it owns."""
+
+    def is_mine(parameter: Tensor) -> bool | None:
+        name = name_of(parameter)
+        return None if owners is None or name not in owners else owners.is_mine(name)
+
+    for optimizer, state in zip(optimizers, checkpoint[OPTIMIZERS], strict=True):
+        optimizer.load_state_dict(shard_optimizer_state(optimizer, state, is_mine))

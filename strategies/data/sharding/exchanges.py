@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainwright.strategies.contract.precision import named_dtype
-from trainwright.strategies.data.bucket_size import bucket_bytes_for
+from trainwright.strategies.data.options import ZeroOptions, bucket_bytes_for
 from trainwright.strategies.data.sharding.reducer import GradientReducer, ParameterPublisher
-from trainwright.strategies.data.zero_options import ZeroOptions
 from trainwright.strategies.state.shards import ParameterShard
 
 

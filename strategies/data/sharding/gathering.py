@@ -47,8 +47,7 @@ def gather_ahead(root: nn.Module, depth: int) -> None:
     root.set_modules_to_backward_prefetch([root, *last])
     # On CUDA, a gather on its side stream already runs ahead, so depth 0 must gather on the compute stream; on the CPU
     # only asynchronous operations overlap.
-    device = computing_device(root)
-    root._set_unshard_async_op(depth == 0 or device.type == "cpu")
+    root._set_unshard_async_op(depth == 0 or computing_device(root).type == "cpu")
 
 
 def computing_device(root: nn.Module) -> torch.device:

@@ -1,7 +1,8 @@
-"""Weights that FSDP2 gathers in autocast's 16-bit dtype, beside others of the same block in full precision."""
+"""Weights that autocast rounds at every use, which FSDP2 gathers in 16 bit, beside others of the same block."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from trainwright.core.torch_internals import FSDPParamGroup
 from trainwright.strategies.data.sharding.gathering import all_parameter_groups, drop_gathered
+from trainwright.strategies.plan.tensor_rules import is_transposed
 
 
 class RoundedGroup(FSDPParamGroup):
@@ -109,3 +111,40 @@ def gather_rounded(block: nn.Module, weights: Collection[str], dtype: torch.dtyp
         rounded = [parameter for parameter in group.fsdp_params if parameter.sharded_param in chosen]
         if rounded:
             RoundedGroup.adopt(group, rounded, dtype)
+
+
+_PRODUCTS = {
+    nn.Linear.forward,
+    *(getattr(nn, f"{kind}{dims}d").forward for kind in ("Conv", "ConvTranspose") for dims in (1, 2, 3)),
+}
+# Their fused inference kernels read weights of inner layers, all in one dtype, without autocast.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def exchanged_rounded(module: nn.Module, param_dtype: str | None) -> dict[str, nn.Parameter]:
+    """Return the fp32 parameters, by name, that ranks communicate in autocast's dtype.
+
+    By default the weights of linear layers and convolutions with torch's own ``forward``, which autocast rounds anyway.
+    Others (norms, embeddings, routers, custom parameters) may need full precision, and gradient hooks would see a
+    rounded gradient.
+
+    Args:
+        module: a block.
+        param_dtype: the option of that name: ``None`` as above, ``"fp32"`` none, others all with at least two dims.
+    """
+    named = {name: p for name, p in module.named_parameters() if p.dim() > 1 and p.dtype is torch.float32}
+    if param_dtype is not None:
+        return {} if param_dtype == "fp32" else named
+    products = _of_products(module)
+    return {name: p for name, p in named.items() if p in products and not p._backward_hooks}
+
+
+def _of_products(module: nn.Module) -> set[nn.Parameter]:
+    fused = {part for outer in module.modules() if isinstance(outer, _FUSED) for part in outer.modules()}
+    uses: defaultdict[nn.Parameter, list[bool]] = defaultdict(list)
+    for part in module.modules():
+        multiplies = part not in fused and (type(part).forward in _PRODUCTS or is_transposed(part))
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                uses[parameter].append(multiplies and name == "weight")
+    return {parameter for parameter, products in uses.items() if all(products)}

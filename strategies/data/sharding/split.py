@@ -23,9 +23,8 @@ from trainwright.strategies.data.sharding.float8 import Scales, float8_layers, g
 from trainwright.strategies.data.sharding.gathered_writes import GatheredWrites
 from trainwright.strategies.data.sharding.gathering import all_parameter_groups
 from trainwright.strategies.data.sharding.gradient_hooks import hooks_of, run_when_gathered
-from trainwright.strategies.data.sharding.rounded import gather_rounded
+from trainwright.strategies.data.sharding.rounded import exchanged_rounded, gather_rounded
 from trainwright.strategies.data.sharding.step import GatherOnCall, Step, existing_step
-from trainwright.strategies.plan.autocast_weights import exchanged_rounded
 from trainwright.strategies.plan.deferred import deferred_pieces, is_deferred
 from trainwright.strategies.state.wholes import shard_weights_on_load
 
@@ -51,7 +50,8 @@ class Splitter:
         if earlier is not None:  # another run with an already sharded module
             _refuse_new(module, earlier.whole)
             move = move_whole if strategy.options.offload == "parameters" else nn.Module.to
-            move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
+            if any(each.device != strategy.root_device for each in earlier.parameters()):
+                move(earlier, strategy.root_device)  # from the host, where the earlier run has left it
             _update_properties(earlier, device=strategy.root_device)
             return earlier
         if any(isinstance(p, DTensor) for p in module.parameters()):

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.lightning_internals import _update_properties
-from trainwright.strategies.base.whole.gathered import gathered, mean_over, ranks_of
-from trainwright.strategies.base.whole.watch import UseWatch, is_elementwise
+from trainwright.strategies.base.whole.watch import UseWatch, gathered, is_elementwise, mean_over, ranks_of
 from trainwright.strategies.data.sharding.float8 import Scales
 from trainwright.strategies.data.sharding.gathered_writes import (
     SET_DATA,

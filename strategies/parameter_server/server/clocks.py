@@ -76,8 +76,7 @@ class Clocks:
 
     def release(self) -> None:
         """End a meeting: set all clocks to the fastest."""
-        latest = max(self._clocks.values(), default=0)
-        self._clocks = dict.fromkeys(self._clocks, latest)
+        self._clocks = dict.fromkeys(self._clocks, max(self._clocks.values(), default=0))
         self._waiting.clear()
 
 

@@ -19,9 +19,8 @@ from trainwright.strategies.parameter_server.server.server import Server
 from trainwright.strategies.parameter_server.server.services import ShardServices
 from trainwright.strategies.parameter_server.server.shard import ShardPlan
 from trainwright.strategies.parameter_server.worker.client import Client
-from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer
+from trainwright.strategies.parameter_server.worker.optimizer import ServedOptimizer, WrittenParameters
 from trainwright.strategies.parameter_server.worker.parameter_readers import may_read_parameters, may_write_parameters
-from trainwright.strategies.parameter_server.worker.written import WrittenParameters
 
 
 class EndpointFactory:

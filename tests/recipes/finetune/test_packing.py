@@ -11,9 +11,8 @@ from torch.utils.data import default_collate
 from tests.parity.harness import QUIET
 from tests.recipes.finetune.fixtures import write_base, write_chats
 from trainwright import Trainer
-from trainwright.recipes.finetune.data import IGNORED, FineTuneData
+from trainwright.recipes.finetune.data import IGNORED, FineTuneData, pack, pieces_of
 from trainwright.recipes.finetune.module import FineTuneModule
-from trainwright.recipes.finetune.packing import pack, pieces_of
 
 
 @pytest.mark.parametrize("split", [True, False])

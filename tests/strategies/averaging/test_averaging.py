@@ -26,7 +26,7 @@ from trainwright.strategies.contract.communication.options import (
     copies_of_a_node,
 )
 from trainwright.strategies.data.ddp import DDPStrategy
-from trainwright.strategies.data.ddp_options import DDPOptions
+from trainwright.strategies.data.options import DDPOptions
 from trainwright.strategies.data.sharding.reducer import GradientReducer
 from trainwright.strategies.state.shards import ParameterShard, ShardBucket
 from trainwright.trainer.trainer import Trainer

@@ -21,8 +21,7 @@ from tests.parity.layouts import LayoutCase, Texts, run
 from tests.pool import RankError
 from trainwright.callbacks.certificate import CertificateRecord
 from trainwright.strategies.base.certificate.certificate import Certificate
-from trainwright.strategies.base.certificate.patterns import pattern_of
-from trainwright.strategies.base.certificate.spots import Check, SpotChecks
+from trainwright.strategies.base.certificate.spots import Check, SpotChecks, pattern_of
 from trainwright.strategies.base.certificate.written import AsWritten
 from trainwright.strategies.context import attention as context_attention
 from trainwright.strategies.contract import cuts

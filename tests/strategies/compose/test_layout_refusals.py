@@ -51,7 +51,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     # ---- callbacks and others
     (["recipe=moe", "strategy=expert", "devices=2", EMA], ["callbacks.ema", "EMAWeightAveraging averages", "expert=1"]),
     (["strategy=pipeline", "devices=2", "trainer.sync_batchnorm=true"], ["sync_batchnorm=true", "pipeline=2"]),
-    (["strategy=tensor", "devices=2", "optimizer._target_=torch.optim.LBFGS"], ["LBFGS with tensor=2", "AdamW"]),
+    (["strategy=tensor", "devices=2", *LBFGS], ["LBFGS with tensor=2", "AdamW"]),
 ]  # fmt: skip
 
 

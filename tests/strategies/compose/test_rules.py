@@ -72,7 +72,7 @@ def test_refused(axes, options, parts):
         assert part in problem.replace("strategy.", "") or part in problem
     with pytest.raises(ValueError, match=r".") as error:
         HybridStrategy(**axes, **options)
-    assert str(error.value) == problem
+    assert str(error.value) == f"HybridStrategy: {problem.replace('strategy.', '')}"
 
 
 @pytest.mark.parametrize(("axes", "options"), FINE)

@@ -16,9 +16,9 @@ from tests.parity.layouts import LayoutCase, reference, run
 from trainwright.core.layout import Layout
 from trainwright.strategies.compose.hybrid import HybridStrategy
 from trainwright.strategies.contract.communication.calls import listen
+from trainwright.strategies.data.options import ZeroOptions
 from trainwright.strategies.data.sharding.split import move_whole
 from trainwright.strategies.data.zero import ZeroStrategy
-from trainwright.strategies.data.zero_options import ZeroOptions
 
 BLOCKS = 4
 CASE = Case(accumulation=2, clipping="norm", steps=2)

@@ -15,8 +15,8 @@ from tests.parity.harness import Case, Record, make_loader, make_trainer, train,
 from tests.parity.modules import LanguageModel, make_module
 from trainwright.core.layout import Layout
 from trainwright.strategies.contract.communication.calls import listen
-from trainwright.strategies.data.zero_options import ZeroOptions
-from trainwright.strategies.plan.autocast_weights import exchanged_rounded
+from trainwright.strategies.data.options import ZeroOptions
+from trainwright.strategies.data.sharding.rounded import exchanged_rounded
 
 CASE = Case(accumulation=2, clipping="norm")
 VARIANTS: list[dict[str, Any]] = [

@@ -15,7 +15,7 @@ from trainwright.launch.worker import build_trainer
 from trainwright.strategies.compose.world import Surroundings
 from trainwright.strategies.contract.options import PlannedRun
 from trainwright.strategies.local_updates.options import LocalSGDOptions
-from trainwright.strategies.local_updates.schedule import UpdateSchedule, fragment_of
+from trainwright.strategies.local_updates.replicas import UpdateSchedule, fragment_of
 from trainwright.tools.verify.verify import problems_of
 
 REFUSED: list[tuple[list[str], tuple[str, ...]]] = [

@@ -3,11 +3,13 @@
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from trainwright.strategies.pipeline.batch_kinds import register_batch
 from trainwright.strategies.pipeline.micro_batches import batch_size_of, part_sizes, signature, split_batch
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -87,6 +89,58 @@ def test_split_errors() -> None:
         split_batch(torch.zeros(2), 3)
     with pytest.raises(TypeError, match="Graph at 'g'"):
         split_batch({"x": torch.zeros(4), "g": Graph()}, 2)
+
+
+class Nodes:
+    """Items of several sizes in one object, each known by its class."""
+
+    def __init__(self, *rows: Tensor) -> None:
+        self.rows = rows
+
+
+class Table(dict):  # type: ignore[type-arg]
+    """As a TensorDict: items along ``batch_size``."""
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return self["x"].shape[:1]
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else Table({k: v[key] for k, v in self.items()})
+
+
+class Molecules:
+    """As a batch of PyTorch Geometric."""
+
+    def __init__(self, graphs: list[Tensor], follow_batch: list[str]) -> None:
+        self.x, self.graphs, self.num_graphs, self.follows = torch.cat(graphs), graphs, len(graphs), follow_batch
+
+    @classmethod
+    def from_data_list(cls, graphs: list[Tensor], follow_batch: list[str]) -> "Molecules":
+        return cls(graphs, follow_batch)
+
+    def to_data_list(self) -> list[Tensor]:
+        return self.graphs
+
+    def keys(self) -> list[str]:
+        return ["x", *(f"{key}_batch" for key in self.follows)]
+
+
+def test_split_objects() -> None:
+    register_batch(Nodes, lambda nodes: len(nodes.rows), lambda nodes, piece: Nodes(*nodes.rows[piece]))
+    rows = [torch.full((size, 2), size) for size in (1, 3, 2)]
+    batch = {"y": torch.arange(3), "of": (Nodes(*rows), Table(x=torch.arange(3)), Molecules(rows, ["x"]))}
+    first, second = split_batch(batch, 2)
+    for part, wanted, y in ((first, rows[:2], [0, 1]), (second, rows[2:], [2])):
+        nodes, table, graphs = part["of"]
+        assert part["y"].tolist() == table["x"].tolist() == y
+        assert len(nodes.rows) == graphs.num_graphs == len(wanted)
+        assert torch.equal(torch.cat(nodes.rows), torch.cat(wanted))
+        assert torch.equal(graphs.x, torch.cat(wanted))
+        assert graphs.follows == ["x"]
+    assert batch_size_of(Nodes(*rows)) == 3
+    with pytest.raises(ValueError, match=r"'y' .*register_batch\(cls, size, select\)"):
+        split_batch({**batch, "y": torch.arange(4)}, 2)
 
 
 def test_sizes_and_signatures() -> None:

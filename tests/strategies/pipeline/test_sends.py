@@ -1,6 +1,6 @@
 """Sends that are known to be received."""
 
-from trainwright.strategies.pipeline.sends import releasable_sends
+from trainwright.strategies.pipeline.stage import releasable_sends
 
 # Two ranks, two stages, two micro-batches, one forward ahead of one backward.
 ORDERS = {

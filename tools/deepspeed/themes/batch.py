@@ -43,9 +43,8 @@ def translate_batch(t: Translation, chosen: RequestedLayout) -> None:
 
 def _contradictory(t: Translation, s: _Sizes) -> bool:
     """Refuse inconsistent sizes, unless they were typed."""
-    if s.train is None or any(
-        key in t.typed for key in ("global_batch_size", "micro_batch_size", "accumulation.steps")
-    ):
+    native = ("global_batch_size", "micro_batch_size", "accumulation.steps")
+    if s.train is None or any(key in t.typed for key in native):
         return False
     if s.micro is None and s.accumulation is None and t.has(MICRO):
         return False

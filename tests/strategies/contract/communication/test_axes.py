@@ -1,8 +1,8 @@
 import pytest
 
 from trainwright.core.layout import Layout
-from trainwright.strategies.contract.communication.axes import name_of
 from trainwright.strategies.contract.communication.costs import KINDS, children, least_bytes, sent_bytes
+from trainwright.strategies.contract.communication.meter import name_of
 
 CASES = [
     (Layout(replicate=2), [0, 1], "all_reduce", "replicate"),

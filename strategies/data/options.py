@@ -1,4 +1,4 @@
-"""Options of ``strategy=zero1``, ``zero2`` and ``zero3``."""
+"""Options of ``strategy=single``, ``ddp``, ``zero1``, ``zero2`` and ``zero3``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,57 @@ from trainwright.core.config.options import number, word
 from trainwright.core.config.override_words import typed
 from trainwright.core.layout import Layout
 from trainwright.strategies.averaging.options import AveragedOptions
-from trainwright.strategies.contract.options import PlannedRun
+from trainwright.strategies.contract.options import PlannedRun, StrategyOptions
 
 _DTYPES = ("fp32", "bf16", "fp16")
 _AUTOCAST = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 OFFLOADS = ("none", "optimizer", "parameters")
+
+
+@dataclass
+class SingleOptions(StrategyOptions):
+    """`strategy=single`: one process, one device."""
+
+    _target_: str = "trainwright.strategies.data.single.SingleDeviceStrategy"
+
+    # The checks of `compression` refuse a single replica.
+    averages_gradients = True
+    takes_mps = True
+    takes_sparse_gradients = True
+    planned_as = "single"
+
+    def layout(self) -> Layout:
+        """Return the layout of one rank."""
+        return Layout()
+
+    def closed_layout(self, world_size: int) -> Layout:
+        """Return the layout of one rank.
+
+        Raises:
+            ValueError: if there are more.
+        """
+        if world_size != 1:
+            raise ValueError(too_many_devices(world_size))
+        return Layout()
+
+
+def too_many_devices(number: int) -> str:
+    """Return the error of several devices."""
+    return (
+        f"strategy=single trains on one device; this run has {number} (devices x nodes); type devices=1 or strategy=ddp"
+    )
+
+
+@dataclass
+class DDPOptions(AveragedOptions):
+    """`strategy=ddp`: every rank holds the whole model, gradients are averaged."""
+
+    _target_: str = "trainwright.strategies.data.ddp.DDPStrategy"
+    # Search for parameters unused in a step (walks the graph at every step); false = off, such a parameter is an error.
+    find_unused_parameters: bool = False
+
+    takes_sparse_gradients = True
+    planned_as = "ddp"
 
 
 @dataclass
@@ -124,3 +170,18 @@ class Zero2Options(ZeroOptions):
 @dataclass
 class Zero3Options(ZeroOptions):
     """`strategy=zero3`."""
+
+
+# Least number of buckets, unless they would be too small (bytes) to pay off.
+_LEAST_BUCKETS = 16
+_SMALL_BUCKET = 4 * 2**20
+
+
+def bucket_bytes_for(largest: float, whole: float) -> float:
+    """Return the bucket size: ``largest``, or less for a small model, which would otherwise be sent as one copy.
+
+    Args:
+        largest: ``strategy.bucket_mib`` in bytes.
+        whole: bytes of all parameters.
+    """
+    return min(largest, max(whole / _LEAST_BUCKETS, _SMALL_BUCKET))
