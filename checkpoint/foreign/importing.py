@@ -25,10 +25,11 @@ from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.records import MANIFEST
 from trainwright.checkpoint.format.source import TensorSource
-from trainwright.checkpoint.format.tree import encode, encode_supported, reference
+from trainwright.checkpoint.format.tree import encode, encode_supported, reference, with_types
 from trainwright.checkpoint.read.run_state import RunState
 from trainwright.checkpoint.store.paths import join_path, local_path
 from trainwright.checkpoint.store.storage import Folder
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import interpreting, parse_json
@@ -36,7 +37,6 @@ from trainwright.core.text.sizes import size_text
 
 _MOST_EXPANDED = 1 << 30
 _SECTIONS = {"state_dict": "weights", "current_model_state": "current_weights"}
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class StreamedTensor(TensorParts):
@@ -75,7 +75,7 @@ class Encoder:
         """Encode one entry of Lightning's checkpoint dict."""
         if key in _SECTIONS:
             return self.weights(value, _SECTIONS[key])
-        if key in _HYPER_PARAMETERS:
+        if key in HYPER_PARAMETERS:
             return self.hyper_parameters(value, key)
         return encode(value, self.put, key)
 
@@ -109,7 +109,7 @@ class Encoder:
         tree, left_out = encode_supported(values, self.put, section)
         if left_out:
             warnings.warn(
-                f"The hyper-parameters {', '.join(left_out)} are skipped, since a checkpoint holds plain values. Pass "
+                f"The hyper-parameters {with_types(left_out)} are skipped, since a checkpoint holds plain values. Pass "
                 "them to load_from_checkpoint(path, name=value).",
                 stacklevel=2,
             )

@@ -2,7 +2,8 @@
 
 ``torch.load(path)`` returns Lightning's checkpoint dict: ``state_dict``, ``optimizer_states``, ``callbacks``, ... The
 same file is a run state: further zip records hold its manifest and the JSON of ``tree``, and each tensor is stored once
-for both. Readers of run states use only these records, never the pickle, and verify their hashes.
+for both. Readers of run states use only these records and verify their hashes. Only the pickle holds objects that are
+no plain values; the manifest names those that resuming needs, which are read if the user trusts the file.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import torch.distributed as dist
 
 from trainwright.checkpoint.exchange.distinct import broadcast_value, equal_ranks, gather_distinct
 from trainwright.checkpoint.exchange.plain_bytes import pack, unpack
 from trainwright.checkpoint.foreign.lightning_file import as_lightning
-from trainwright.checkpoint.foreign.torch_file import LazyTensor, TorchFileWriter
+from trainwright.checkpoint.foreign.pickled_file import load_pickled
+from trainwright.checkpoint.foreign.torch_file import Held, LazyTensor, TorchFileWriter, pickling_problem
 from trainwright.checkpoint.format.boxes import StoredBox, StoredMetadata, extent_of, to_json
 from trainwright.checkpoint.format.parts import TensorParts
-from trainwright.checkpoint.format.records import MANIFEST, STATE, TENSORS, Manifest
+from trainwright.checkpoint.format.records import MANIFEST, OBJECTS, STATE, TENSORS, Manifest, objects_problem
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
-from trainwright.checkpoint.read.run_state import holds_run_state
+from trainwright.checkpoint.read.run_state import RunState, holds_run_state
 from trainwright.checkpoint.store.atomic import atomic_path
 from trainwright.checkpoint.store.paths import file_system, is_remote, local_path, normal_path
 from trainwright.checkpoint.store.remote_files import RemoteOutput
 from trainwright.checkpoint.store.write_errors import refuse_full, write_error
 from trainwright.checkpoint.write.assignment import WriteAssigner
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS, SECTIONS, refuse_objects
 from trainwright.checkpoint.write.save import Content, described, fail_together, sum_of, with_assignment, write
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
@@ -104,14 +107,61 @@ def _write(source: SnapshotReader, content: Content, path: str) -> Manifest:
         for key in source.keys()  # noqa: SIM118
     }
     tree, _ = as_lightning(source.tree)
+    held = _held(content, lazy) if content.objects else {}
+    objects = _picklable(content.objects, held)
     with _new_file(path, sum(each.nbytes for each in lazy.values())) as file, TorchFileWriter(file) as writer:
-        names = writer.write(tree, tuple(lazy.values()))
+        names = writer.write(_merged(tree, objects), tuple(lazy.values()), held)
         stored = {key: _stored(each, names[key]) for key, each in lazy.items()}
         writer.add(STATE, json_bytes(content.tree, f"The state of {path}"))
         writer.add(TENSORS, to_json(stored))
-        manifest = described(Manifest(dict(writer.records), content.about))
+        needed = sorted(objects.keys() - HYPER_PARAMETERS)
+        manifest = described(Manifest(dict(writer.records), content.about | ({OBJECTS: needed} if needed else {})))
         writer.add(MANIFEST, manifest.to_bytes())
     return manifest
+
+
+def _held(content: Content, lazy: Mapping[str, LazyTensor]) -> dict[int, LazyTensor | None]:
+    """Return the tensors of this rank by address, so that objects share them."""
+    boxes = [(key, box, parts.shape) for key, parts in content.tensors.items() for _, box in parts.parts if box.numel()]
+    return {box.data_ptr(): lazy[key] if tuple(box.shape) == tuple(shape) else None for key, box, shape in boxes}
+
+
+def _picklable(objects: Mapping[str, Any], held: Held) -> dict[str, Any]:
+    """Return the objects that can be pickled; warn of other hyper-parameters, refuse other objects."""
+    found = dict(objects)
+    for key, value in objects.items():
+        if key in HYPER_PARAMETERS:
+            found[key] = {name: each for name, each in value.items() if not pickling_problem(each, held)}
+            refuse_objects({key: {name: each for name, each in value.items() if name not in found[key]}})
+        elif problem := pickling_problem(value, held):
+            raise CheckpointError(
+                f"{key} of the checkpoint cannot be pickled: {problem}. Let state_dict() or on_save_checkpoint() give "
+                "plain values instead."
+            )
+    return found
+
+
+def _merged(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tree`` with entries of another checkpoint dict that it lacks."""
+    sections = {key: {**other[key], **tree.get(key, {})} for key in SECTIONS if key in other}
+    return {**other, **tree, **sections}
+
+
+def with_objects(state: RunState | SnapshotReader, trust: bool = False) -> dict[str, Any]:
+    """Return the tree of a run state, with objects that hooks and callbacks have added from its pickle.
+
+    Args:
+        state: opened.
+        trust: let the file run code to load objects. Off: refuse files with such objects.
+
+    Raises:
+        CheckpointError: if it holds such objects and ``trust`` is off, or they cannot be loaded.
+    """
+    if OBJECTS not in state.about:
+        return dict(state.tree)
+    if not trust:
+        raise CheckpointError(f"{state.path} was not loaded: {objects_problem(state.about)}.")
+    return _merged(state.tree, load_pickled(state.path, trust=True))
 
 
 def _stored(tensor: LazyTensor, record: str) -> StoredMetadata:

@@ -13,7 +13,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
@@ -23,10 +23,12 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn import Parameter
 
 from trainwright.checkpoint.format.records import FileRecord
 from trainwright.checkpoint.format.tensor_file import bytes_of
 from trainwright.core.errors import CheckpointError
+from trainwright.core.text.printable import one_line, shortened
 
 # Bytes; alignment of storages in `torch.save`.
 _ALIGNMENT = 64
@@ -60,6 +62,10 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+Held = Mapping[int, LazyTensor | None]
+"""Tensors in memory by address: stored once, as the lazy tensor says. ``None``: a part of a tensor, never pickled."""
+
+
 def write_torch_file(file: BinaryIO, tree: Any) -> None:
     """Write ``tree`` like ``torch.save``, with at most one lazy tensor in memory at a time.
 
@@ -90,8 +96,13 @@ class TorchFileWriter(AbstractContextManager["TorchFileWriter"]):
         self._file = file
         self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
 
-    def write(self, tree: Any, beside: Sequence[LazyTensor] = ()) -> dict[str, str]:
+    def write(self, tree: Any, beside: Sequence[LazyTensor] = (), held: Held | None = None) -> dict[str, str]:
         """Write ``tree``, and tensors that are not in it.
+
+        Args:
+            tree: see :func:`write_torch_file`.
+            beside: the other tensors.
+            held: tensors that objects in ``tree`` may refer to, see :data:`Held`; ``None``: none.
 
         Returns:
             Name of the record of each tensor, by its key.
@@ -100,7 +111,7 @@ class TorchFileWriter(AbstractContextManager["TorchFileWriter"]):
             ValueError: if a lazy tensor has another shape or dtype than declared.
         """
         pickled = io.BytesIO()
-        pickler = _TensorPickler(pickled)
+        pickler = _TensorPickler(pickled, held or {})
         pickler.dump(tree)
         tensors = {**{lazy.key: lazy for lazy in beside}, **pickler.tensors}
         # In the order of the storage numbers in the pickle.
@@ -162,8 +173,9 @@ class _TensorPickler(pickle.Pickler):
         tensors: tensors to store, by key, in the order of the storage numbers.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, held: Held) -> None:
         super().__init__(file, protocol=2)
+        self._held = held
         self.tensors: dict[str, LazyTensor] = {}
         self._storages: dict[str, _Storage] = {}
         self._typed = torch.storage._dtype_to_storage_type_map()
@@ -176,7 +188,7 @@ class _TensorPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce a tensor to a view of its storage."""
-        if isinstance(obj, Tensor):
+        if isinstance(obj, Tensor) and not isinstance(obj, Parameter):  # which torch reduces to a tensor
             obj = self._in_memory(obj)
         if not isinstance(obj, LazyTensor):
             return NotImplemented
@@ -188,8 +200,12 @@ class _TensorPickler(pickle.Pickler):
 
     def _in_memory(self, tensor: Tensor) -> LazyTensor:
         # Pickle reduces each object once, so a running number is a unique key.
-        values = tensor.detach().to("cpu")
-        return LazyTensor(f"in memory {len(self.tensors)}", tuple(values.shape), values.dtype, lambda: values)
+        own = LazyTensor(f"in memory {len(self.tensors)}", tuple(tensor.shape), tensor.dtype, tensor.detach().cpu)
+        is_elsewhere = tensor.is_meta or hasattr(tensor, "__tensor_flatten__")  # of a pipeline, or a DTensor
+        shared = None if is_elsewhere else self._held.get(tensor.data_ptr(), own)
+        if shared is None:
+            raise pickle.PicklingError(f"other ranks hold parts of a tensor of shape {own.shape} in it")
+        return shared if (shared.shape, shared.dtype) == (own.shape, own.dtype) else own
 
     def _storage(self, lazy: LazyTensor) -> _Storage:
         if lazy.key not in self._storages:
@@ -199,6 +215,15 @@ class _TensorPickler(pickle.Pickler):
             self._storages[lazy.key] = _Storage(kind, len(self.tensors), numel)
             self.tensors[lazy.key] = lazy
         return self._storages[lazy.key]
+
+
+def pickling_problem(value: Any, held: Held) -> str | None:
+    """Return why a value cannot be pickled; ``None``: it can. Reads no tensors."""
+    try:
+        _TensorPickler(io.BytesIO(), held).dump(value)
+    except Exception as error:  # objects raise any
+        return f"{type(error).__name__}: {shortened(one_line(str(error)))}"
+    return None
 
 
 def check_torch_file(path: Path) -> None:

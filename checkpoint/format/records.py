@@ -18,7 +18,7 @@ import xxhash
 
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import ContentError, parse_json
-from trainwright.core.text.printable import shortened
+from trainwright.core.text.printable import one_line, shortened
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.json"
 """Files of every checkpoint: the list of files, all values other than tensors, and the locations of tensor boxes."""
@@ -30,7 +30,19 @@ VERSION = SPLIT
 TENSOR_FILE = ".safetensors"
 """Suffix of safetensors files; other tensor files hold the bytes of one tensor each."""
 
+OBJECTS = "objects"
+"""In a manifest's description: names of entries of Lightning's checkpoint dict that only the file's pickle holds."""
+
 _HASH = "xxh3_128"
+
+
+def objects_problem(about: Mapping[str, Any]) -> str:
+    """Return why a checkpoint with :data:`OBJECTS` is only resumed from if the user trusts it, and what to type."""
+    return (
+        f"hooks or callbacks have put objects into {shortened(one_line(str(about[OBJECTS])))} of it: they are pickled "
+        "and can run any code. If you wrote it, or trust who did, type trust=true (weights_only=False in Python); or "
+        "start from its weights with init_from="
+    )
 
 
 class ManifestError(ValueError):

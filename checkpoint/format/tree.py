@@ -96,15 +96,20 @@ def reference(key: str) -> dict[str, str]:
     return {_MARK: "tensor", "key": key}
 
 
-def encode_supported(values: Mapping[str, Any], put: Put, path: str) -> tuple[dict[str, Any], list[str]]:
-    """Encode the entries of a mapping that have a form; return them, and the others as ``name (type)``."""
-    tree, left_out = {}, []
+def encode_supported(values: Mapping[str, Any], put: Put, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Encode the entries of a mapping that have a form; return them, and the others as they are."""
+    tree, others = {}, {}
     for name, value in values.items():
         try:
-            tree[name] = encode(value, put, f"{path}/{name}")
+            tree[name] = encode(value, put, f"{path}/{name}" if path else name)
         except UnsupportedValueError:
-            left_out.append(f"{name} ({type(value).__name__})")
-    return tree, left_out
+            others[name] = value
+    return tree, others
+
+
+def with_types(values: Mapping[str, Any]) -> str:
+    """Return ``name (type), ...`` for messages."""
+    return ", ".join(f"{name} ({type(value).__name__})" for name, value in values.items())
 
 
 def _encode_dict(tree: dict[Any, Any], put: Put, path: str) -> Any:

@@ -32,6 +32,7 @@ from trainwright.checkpoint.store.storage import PendingFolder
 from trainwright.checkpoint.store.write_errors import refuse_full
 from trainwright.checkpoint.write.assignment import Assignment, WriteAssigner
 from trainwright.checkpoint.write.box_index import directory_of, led_box_file, name_of, stored_by
+from trainwright.checkpoint.write.objects import refuse_objects
 from trainwright.checkpoint.write.split import MetadataSplit
 from trainwright.core.errors import CheckpointError
 from trainwright.core.text.bounded import json_bytes
@@ -49,12 +50,15 @@ class Content:
         tensors: boxes of tensors on this rank, by key. Ranks may hold the same box; one writes it.
         about: description for the manifest, as JSON; the first rank's is written.
         assignment: of boxes to ranks, if ``tensors`` are already what this rank writes; ``None``: not assigned yet.
+        objects: entries of Lightning's checkpoint dict that ``tree`` lacks, since parts of them have no form as JSON;
+            of ``objects.SECTIONS``, only those items. One file pickles those of the first rank.
     """
 
     tree: Any
     tensors: dict[str, TensorParts]
     about: dict[str, Any] = field(default_factory=dict)
     assignment: Assignment | None = None
+    objects: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +92,7 @@ def write(content: Content, path: str, group: dist.ProcessGroup | None = None) -
     """
     rank = 0 if group is None else dist.get_rank(group)
     content = content if content.assignment is not None else with_assignment(content, WriteAssigner(group))
-    pending = _create_pending(path, rank, group, sum_of(content, group))
+    pending = _create_pending(content, path, rank, group)
     try:
         return _write_together(pending, content, path, rank, group)
     except BaseException as error:
@@ -143,16 +147,17 @@ def write_parts(pending: PendingFolder, rank: int, tensors: Mapping[str, TensorP
         return file.close()
 
 
-def _create_pending(path: str, rank: int, group: dist.ProcessGroup | None, needed: int) -> PendingFolder:
-    """Create the folder on the first rank, if there is room, and join it on the others."""
-    pending = None
+def _create_pending(content: Content, path: str, rank: int, group: dist.ProcessGroup | None) -> PendingFolder:
+    """Create the folder on the first rank, if there is room, and join it on the others, whatever their ``path``."""
+    pending, needed = None, sum_of(content, group)
     with fail_together(path, group):
         if rank == 0:
+            refuse_objects(content.objects)
             pending = PendingFolder.create(path)
             with pending:  # discarded on an error
                 refuse_full(path, needed)
     token = pending.token if pending is not None else ""
-    token = token if group is None else broadcast_value(token, 0, group)
+    path, token = (path, token) if group is None else broadcast_value((path, token), 0, group)
     return pending if pending is not None else PendingFolder.join(path, token)
 
 

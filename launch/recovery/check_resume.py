@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainwright.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
+from trainwright.checkpoint.format.records import OBJECTS, objects_problem
 from trainwright.checkpoint.read.candidates import AUTO, BEST, INITIAL, LAST, RUN_STATE, best_of, newest_good
 from trainwright.checkpoint.store.paths import is_remote, local_path
 from trainwright.checkpoint.store.storage import Folder
@@ -72,9 +73,9 @@ def resume_in_place(cfg: DictConfig, verb: str) -> DictConfig:
     folders = _folders(cfg)
     newest, _ = newest_good(folders)
     if newest is not None:
-        # It includes what was loaded at first, and is a run state, which needs no trust.
+        # It includes what was loaded at first, and is a run state, which needs trust for objects alone.
         cfg.ckpt_path, cfg.resume, cfg.resume_folders = newest, AUTO, folders
-        cfg.init_from, cfg.trust = None, False
+        cfg.init_from, cfg.trust = None, cfg.trust and OBJECTS in read_manifest(newest).about
     return cfg
 
 
@@ -220,8 +221,8 @@ def _problems_of_checkpoint(cfg: DictConfig, verb: str) -> list[str]:
         problem = _problem_of_local(cfg, Path(path))
         if problem is not None:
             return [f"ckpt_path={path}: {problem}"]
-        if not (Path(path) / MANIFEST).exists():
-            return []  # a file, or a folder that the strategy reads because it is trusted
+        if not Folder(path).has(MANIFEST):
+            return []  # a file of torch, or a folder that the strategy reads because it is trusted
     return _problems_of_run_state(cfg, verb, read_manifest(path))
 
 
@@ -287,7 +288,9 @@ def _problems_of_run_state(cfg: DictConfig, verb: str, manifest: Manifest) -> li
         problems.append(f"ckpt_path={cfg.ckpt_path}: is damaged: {'; '.join(wrong)}; {_advice(cfg)}")
     if verb == "fit" and about.get("kind", RUN_STATE) != RUN_STATE:
         problems.append(f"ckpt_path={cfg.ckpt_path}: {_only(about['kind'], cfg.ckpt_path)}")
-    if cfg.trust:
+    if OBJECTS in about and not cfg.trust:
+        problems.append(f"ckpt_path={cfg.ckpt_path}: {objects_problem(about)}")
+    if cfg.trust and OBJECTS not in about:
         problems.append(f"trust=true has no effect: nothing in {cfg.ckpt_path} can run code; leave it out")
     if verb == "fit":
         problems += [*_batch_problems(cfg, about), *_space_problems(cfg, about)]

@@ -65,7 +65,7 @@ def apply_beside(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Non
     for sub in module.modules():
         moves_more = type(sub)._apply is not nn.Module._apply  # the states of a metric
         if moves_more and not any(isinstance(parameter, DTensor) for parameter in sub.parameters()):
-            sub._apply(function)
+            type(sub)._apply(sub, function)  # the module's own may call this function
             continue
         for parameter in sub._parameters.values():
             if parameter is not None and not isinstance(parameter, DTensor):

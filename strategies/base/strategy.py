@@ -436,11 +436,11 @@ class LayoutStrategy(Strategy):
             if self._own_io:
                 return super().load_checkpoint(checkpoint_path, weights_only)
             return load_pickled(path, trust=weights_only is False)
-        return self._opened(self.state.open(path))
+        return self._opened(self.state.open(path), weights_only is False)
 
-    def _opened(self, state: RunState | SnapshotReader) -> dict[str, Any]:
+    def _opened(self, state: RunState | SnapshotReader, trust: bool = False) -> dict[str, Any]:
         self.replicas.opened(state)
-        return self.state.opened(state)
+        return self.state.opened(state, trust)
 
     def _open_held(self, held: Snapshot) -> SnapshotReader:
         return self.state.open_held(held)

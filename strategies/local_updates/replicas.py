@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -292,7 +292,7 @@ class LocalReplicas(Replicas):
         tensors = {**content.tensors, **self._common_boxes(), **inner_boxes(self._strategy.global_rank, own)}
         content.tree[OF_RUN][_OWN] = {"strategy": self._strategy.strategy_name, **self._metadata()}
         content.tree[OF_RUN]["left_behind"] = {"of": _OWN, "text": self._dropped_text()}
-        return Content(content.tree, tensors, content.about)
+        return replace(content, tensors=tensors)
 
     def averaged(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return a checkpoint of the means over replicas. A collective."""

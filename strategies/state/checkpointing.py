@@ -29,13 +29,14 @@ from trainwright.checkpoint.foreign.hugging_face import (
     refuse_weights_under_adapters,
 )
 from trainwright.checkpoint.foreign.safetensors_folder import SafetensorsFolder
-from trainwright.checkpoint.foreign.state_file import write_file
+from trainwright.checkpoint.foreign.state_file import with_objects, write_file
 from trainwright.checkpoint.format.manifest import read_manifest, verify
 from trainwright.checkpoint.format.names import match_names, tied_names
 from trainwright.checkpoint.format.source import TensorSource
 from trainwright.checkpoint.memory.snapshots import Snapshot, SnapshotReader
 from trainwright.checkpoint.read.run_state import RunState, SavedWeights, StoredTensor, holds_run_state, materialised
 from trainwright.checkpoint.store.paths import normal_path
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS, refuse_objects
 from trainwright.checkpoint.write.save import Content, write
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.strategies.contract.collectives.ranks import Ranks
@@ -170,7 +171,9 @@ class RunStates:
             if kept.about:
                 collector.tensors.update(kept.tensors)
                 tree[OF_RUN][COMPRESSION] = dict(kept.about)
-        return Content(tree, collector.tensors, self._about(checkpoint))
+        if complete:
+            refuse_objects({key: value for key, value in collector.objects.items() if key not in HYPER_PARAMETERS})
+        return Content(tree, collector.tensors, self._about(checkpoint), objects=collector.objects)
 
     def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         module = self._strategy.lightning_module
@@ -223,9 +226,9 @@ class RunStates:
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 
-    def opened(self, state: RunState | SnapshotReader) -> dict[str, Any]:
+    def opened(self, state: RunState | SnapshotReader, trust: bool = False) -> dict[str, Any]:
         """Return Lightning's checkpoint dict; large parts stay unread, since they may not fit into memory."""
-        checkpoint = dict(state.tree)
+        checkpoint = with_objects(state, trust)
         of_run = checkpoint.pop(OF_RUN, None)
         if of_run is not None and self.is_fitting():
             own = self._strategy

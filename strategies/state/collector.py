@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.format import directory
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.tree import encode, encode_supported, reference
+from trainwright.checkpoint.write.objects import HYPER_PARAMETERS
 from trainwright.strategies.contract.gradients import local_tensor
 from trainwright.strategies.state.assemble import StateOwners
 from trainwright.strategies.state.placement import Placement, boxes_of
@@ -29,10 +29,8 @@ _CALLBACKS, _AVERAGING, _AVERAGE = "callbacks", "StochasticWeightAveraging", "av
 # State of BaseFinetuning: optimizer index -> groups with names of parameters.
 _GROUPS = "internal_optimizer_metadata"
 _SECTIONS = {WEIGHTS: "weights", CURRENT_WEIGHTS: "current_weights"}
-# Hyper-parameters may be arbitrary objects; training does not need them.
-# Ends the key of the names of hyper-parameters that a checkpoint does not hold.
+# Ends the key of the names of hyper-parameters that the tree does not hold.
 LEFT_OUT = "_left_out"
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # Key prefixes of per-rank state and of tensors in callback states.
 OF_RANK, OF_CALLBACKS = directory.OF_RANK, f"tree/{_CALLBACKS}/"
 
@@ -57,13 +55,14 @@ class Collector:
         complete: bool = False,
     ) -> None:
         self.tensors: dict[str, TensorParts] = {}
+        self.objects: dict[str, Any] = {}
         self._placement, self._name_of, self._owners, self._complete = placement, name_of, owners, complete
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._canonical = {name: first[id(parameter)] for name, parameter in self._parameters.items()}
 
     def collect(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Return the tree of ``checkpoint`` and add its tensors to :attr:`tensors`. A collective."""
+        """Return the tree of ``checkpoint``; add its tensors and ``objects`` of the content. A collective."""
         tree: dict[str, Any] = {}
         for key, value in checkpoint.items():
             if key in _SECTIONS:
@@ -73,12 +72,21 @@ class Collector:
                 tree[key] = [self._optimizer(index, *pair) for index, pair in enumerate(pairs)]
             elif key == _CALLBACKS:
                 tree[key] = self._callbacks(self._with_all_groups(value, optimizers))
-            elif key in _HYPER_PARAMETERS and isinstance(value, dict):
-                tree[key], left_out = self._hyper_parameters(key, value)
-                if left_out:
-                    tree[key + LEFT_OUT] = [name.partition(" ")[0] for name in left_out]
+            elif key in HYPER_PARAMETERS and isinstance(value, dict):
+                tree[key] = self._supported(value, key)
+                if key in self.objects:
+                    tree[key + LEFT_OUT] = list(self.objects[key])
             else:
-                tree[key] = encode(value, self._put, key)
+                tree |= self._supported({key: value})
+        return tree
+
+    def _supported(self, values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+        """Encode the entries of a mapping that have a form; add the others to :attr:`objects`."""
+        tree, others = encode_supported(values, self._put, section)
+        if others:
+            self.objects |= {section: others} if section else others
+            unused = tuple("/".join(filter(None, ("tree", section, name, ""))) for name in others)
+            self.tensors = {key: parts for key, parts in self.tensors.items() if not key.startswith(unused)}
         return tree
 
     def add_of_rank(self, rank: int, state: Mapping[str, Tensor]) -> None:
@@ -141,7 +149,7 @@ class Collector:
             if str(name).startswith(_AVERAGING) and isinstance(state, dict) and state.get(_AVERAGE) is not None
         }
         rest = {name: {**state, _AVERAGE: None} if name in averages else state for name, state in states.items()}
-        tree = encode(rest, self._put, _CALLBACKS)
+        tree = self._supported(rest, _CALLBACKS)
         for name, average in averages.items():
             parts = self._weights(f"tree/{_CALLBACKS}/{name}/{_AVERAGE}", average)
             tree[name][_AVERAGE] = self._placement.united(parts)
@@ -155,16 +163,6 @@ class Collector:
             return name
         same = local_tensor(value).data_ptr() == local_tensor(other).data_ptr() and value.shape == other.shape
         return first if same else name
-
-    def _hyper_parameters(self, section: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        tree, left_out = encode_supported(values, self._put, section)
-        if left_out:
-            rank_zero_warn(
-                f"The hyper-parameters {', '.join(left_out)} are left out of checkpoints, which hold plain values "
-                "only. Pass them to load_from_checkpoint(path, name=value) again, or exclude them with "
-                "self.save_hyperparameters(ignore=[...])."
-            )
-        return tree, left_out
 
     def _optimizer(self, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         if "param_groups" not in state:  # Lightning's placeholder if configure_optimizers returns None

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from trainwright.checkpoint.foreign.state_file import with_objects
 from trainwright.checkpoint.read.run_state import RunState, StoredTensor, holds_run_state, map_tree
 from trainwright.checkpoint.store.storage import Folder
 from trainwright.core.errors import CheckpointError
@@ -49,7 +50,7 @@ def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
         ``StoredTensor`` to be read with its ``whole()``.
 
     Raises:
-        CheckpointError: if the checkpoint is invalid.
+        CheckpointError: if the checkpoint is invalid, or hooks have added objects, which only its pickle holds.
     """
     state = RunState.open(path)
     read: dict[str, Tensor] = {}
@@ -62,7 +63,8 @@ def load_whole(path: str, map_location: Any = None) -> dict[str, Any]:
         return read[value.key]
 
     kinds = (StoredTensor, Tensor)
-    return {k: value if k == _OPTIMIZERS else map_tree(value, kinds, placed) for k, value in state.tree.items()}
+    tree = with_objects(state)
+    return {k: value if k == _OPTIMIZERS else map_tree(value, kinds, placed) for k, value in tree.items()}
 
 
 def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..., Any]:
@@ -71,10 +73,11 @@ def _with_run_states(original: Callable[..., Any], resumes: bool) -> Callable[..
         if isinstance(path_or_url, str | os.PathLike):
             path = os.fspath(path_or_url)
             if holds_run_state(path):
-                if not resumes or os.path.isdir(path):
+                is_trusted = weights_only is False
+                if os.path.isdir(path) or not (resumes or is_trusted):
                     return load_whole(path, map_location)
                 RunState.open(path)  # verify; Lightning's own strategies need torch's format of optimizer states
-                return original(path_or_url, map_location=map_location, weights_only=True)
+                return original(path_or_url, map_location=map_location, weights_only=not is_trusted)
             _refuse_folder(path)
             if path.startswith("http") and weights_only is None:
                 # Lightning's default for URLs is False, which would execute pickled code of the server.
@@ -93,7 +96,8 @@ def _naming_defaults(original: Callable[..., Any]) -> Callable[..., Any]:
         if missing:
             rank_zero_warn(
                 f"The checkpoint does not hold the hyper-parameters {', '.join(missing)}, so {cls.__name__} takes "
-                f"their defaults. Pass them: {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...)."
+                f"their defaults. Pass them: {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...); or, if it is "
+                "one file that you trust, weights_only=False, which runs its code."
             )
         return original(cls, checkpoint, *args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,9 @@ from omegaconf import DictConfig
 
 from tests.command.project import environment, run_command
 from tests.tools.checkpoints import RANK_FILE, cut_short, flip_bit, write_checkpoint
+from trainwright.checkpoint.foreign.state_file import write_file
 from trainwright.checkpoint.store import write_errors
+from trainwright.checkpoint.write.save import Content
 from trainwright.command import run
 from trainwright.command.schema.compose import compose
 from trainwright.command.verbs import run_command as main
@@ -253,6 +256,12 @@ def test_checkpoint_files(conf: Path) -> None:
     torch.save({}, "a.ckpt")
     assert decided(conf, "ckpt_path=a.ckpt") == "a.ckpt"
     assert decided(conf, "ckpt_path=a.ckpt", "trust=true") == "a.ckpt"
+    for name, objects in ("plain", {}), ("pickled", {"loss": torch.nn.PReLU()}):
+        write_file(Content({"state_dict": {}}, {}, {"kind": "run state"}, objects=objects), f"{name}.ckpt")
+    assert decided(conf, "ckpt_path=plain.ckpt") == "plain.ckpt"
+    assert "trust=true has no effect" in refusal(conf, "ckpt_path=plain.ckpt", "trust=true")
+    assert re.search("pickled.ckpt: .*objects into .'loss'.*type trust=true", refusal(conf, "ckpt_path=pickled.ckpt"))
+    assert decided(conf, "ckpt_path=pickled.ckpt", "trust=true") == "pickled.ckpt"
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}/a.ckpt"
         assert planned(conf, f"ckpt_path={address}")[1] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,11 @@ class AfterRun:
     ) -> None:
         self._module, self._view, self._shares, self._written = module, view, parts.shares, written
         self._refuse_call = refuse_call
+        self._methods: dict[str, Callable[..., Any]] = {
+            "_apply": self._apply,
+            "__deepcopy__": self._copied,
+            "__reduce_ex__": self._reduced,
+        }
         # Read now, since parts stand for the whole parameters of an ordinary module.
         self._kinds = {name: (share.part.dtype, share.part.device) for name, share in parts.shares.items()}
         self._modules = list(module.modules())
@@ -52,14 +57,9 @@ class AfterRun:
 
     def attach(self) -> None:
         """Replace methods of the module and its submodules, while the view is shown."""
-        methods: dict[str, Callable[..., Any]] = {
-            "_apply": self._apply,
-            "__deepcopy__": self._copied,
-            "__reduce_ex__": self._reduced,
-        }
         for sub in self._modules:
-            vars(sub).update({name: partial(method, sub) for name, method in methods.items()})
-            self._attached.callback(_drop, sub, methods)
+            vars(sub).update({name: partial(method, sub) for name, method in self._methods.items()})
+            self._attached.callback(_drop, sub, self._methods)
         if self._refuse_call is not None:
             handle = self._module.register_forward_pre_hook(self._refuse_call, prepend=True)
             self._attached.callback(handle.remove)
@@ -126,7 +126,13 @@ class AfterRun:
             self.attach()
 
     def _reduced(self, sub: nn.Module, protocol: Any) -> Any:
-        return self._copied(sub, {}).__reduce_ex__(protocol)
+        within = set(map(id, sub.modules()))
+        if any(each.name in self._shares and _is_within(each, within) for each in self._written.parameters):
+            return self._copied(sub, {}).__reduce_ex__(protocol)
+        # Not copied, since its values, such as those of a loss, may be part of a graph.
+        reduced: Any = type(sub).__reduce_ex__(sub, protocol)
+        function, arguments, state, *rest = reduced
+        return function, arguments, {key: value for key, value in state.items() if key not in self._methods}, *rest
 
     @contextmanager
     def _as_written(self, sub: nn.Module) -> Iterator[None]:
@@ -140,9 +146,14 @@ class AfterRun:
         name = written.name
         if name not in self._shares:
             return _registered(written)
-        is_needed = any(id(owner) in within for owner, _ in written.slots)
-        whole = self._view.own(name).detach() if is_needed else torch.empty(written.shape, device="meta")
+        whole = (
+            self._view.own(name).detach() if _is_within(written, within) else torch.empty(written.shape, device="meta")
+        )
         return nn.Parameter(whole, requires_grad=self._view.requires_grad(name))
+
+
+def _is_within(written: WrittenParameter, modules: Container[int]) -> bool:
+    return any(id(owner) in modules for owner, _ in written.slots)
 
 
 def _registered(written: WrittenParameter) -> nn.Parameter:

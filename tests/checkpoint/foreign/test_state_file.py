@@ -2,20 +2,27 @@
 
 import io
 import os
+import pickle
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
 
 from tests.checkpoint.payload import evil
+from tests.parity.harness import make_trainer
+from trainwright import RunStateCheckpoint
 from trainwright.checkpoint.foreign.importing import import_checkpoint
 from trainwright.checkpoint.foreign.pickled_file import load_pickled
 from trainwright.checkpoint.foreign.state_file import write_file
-from trainwright.checkpoint.foreign.torch_file import LazyTensor
+from trainwright.checkpoint.foreign.torch_file import LazyTensor, pickling_problem
 from trainwright.checkpoint.format.manifest import read_manifest
 from trainwright.checkpoint.format.parts import TensorParts
 from trainwright.checkpoint.format.tree import encode
@@ -170,3 +177,120 @@ def test_resaved_file_is_an_ordinary_file(tmp_path):
     _loaded_and_saved(Path(path))
     assert not holds_run_state(path)
     assert torch.equal(load_pickled(path)["state_dict"]["w"], W)
+
+
+# ---- Objects --------------------------------------------------------------------------------------------------------
+
+
+class Scale:
+    """An object as libraries put into checkpoints, with a tensor of the module."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Keeping(ModelCheckpoint):
+    """Has an object in its state."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        self.scale: Any = Scale(2.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.scale = state["scale"]
+
+
+class Library(BoringModel):
+    """Has classes and modules among its hyper-parameters, and adds objects to checkpoints."""
+
+    def __init__(self, predictor: Any = None, function: Any = None, width: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.seen: dict[str, Any] = {}
+        self.added: Any = {"normalizer": Scale(self.layer.weight), "means": np.ones(2)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["dataset"], checkpoint["loss"] = self.added, nn.PReLU(2)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = {key: checkpoint.get(key) for key in ("dataset", "loss", "callbacks")}
+
+
+@pytest.fixture
+def of_library(tmp_path: Path) -> str:
+    module = Library({"cls": Library, "metrics": [nn.MSELoss()]}, lambda: None)
+    trainer_of(Keeping(tmp_path)).fit(module)
+    return str(tmp_path / "step=1.ckpt")
+
+
+def trainer_of(*callbacks: Any, steps: int = 1, **options: Any) -> Any:
+    options = {"enable_checkpointing": bool(callbacks), "limit_val_batches": 0, **options}
+    return make_trainer("single", max_steps=steps, callbacks=list(callbacks), **options)
+
+
+def test_pickle_holds_objects_as_lightnings(of_library: str) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(of_library)
+    loaded = torch.load(of_library, weights_only=False)
+    assert loaded["hyper_parameters"]["predictor"]["cls"] is Library
+    assert isinstance(loaded["hyper_parameters"]["predictor"]["metrics"][0], nn.MSELoss)
+    assert loaded["hyper_parameters"].keys() == {"predictor", "width"}
+    assert isinstance(loaded["loss"].weight, nn.Parameter)
+    assert isinstance(loaded["dataset"]["means"], np.ndarray)
+    weight = loaded["state_dict"]["layer.weight"]
+    assert loaded["dataset"]["normalizer"].value.data_ptr() == weight.data_ptr()
+    (scale,) = [state["scale"] for state in loaded["callbacks"].values() if "scale" in state]
+    assert (type(scale), scale.value) == (Scale, 2)
+    found = Library.load_from_checkpoint(of_library, weights_only=False)
+    assert (found.hparams.predictor["cls"], found.seen["dataset"]["normalizer"].value.shape) == (Library, weight.shape)
+    RunState.open(of_library)
+
+
+def test_objects_are_read_only_if_trusted(of_library: str, tmp_path: Path) -> None:
+    for refused in (
+        lambda: trainer_of(steps=2).fit(Library(), ckpt_path=of_library),
+        lambda: trainer_of().test(Library(), ckpt_path=of_library, verbose=False),
+        lambda: Library.load_from_checkpoint(of_library),
+    ):
+        with pytest.raises(CheckpointError, match=r"objects into .'callbacks', 'dataset', 'loss'.*trust=true.*=False"):
+            refused()
+    saver, module = Keeping(tmp_path), Library()
+    saver.scale = None
+    trainer_of(saver, steps=2).fit(module, ckpt_path=of_library, weights_only=False)
+    assert saver.scale.value == 2
+    assert isinstance(module.seen["loss"], nn.PReLU)
+    assert module.seen["dataset"]["normalizer"].value.shape == module.layer.weight.shape
+
+
+def test_hyper_parameters_need_no_trust(tmp_path: Path) -> None:
+    trainer_of().fit(module := BoringModel())
+    module.save_hyperparameters({"kind": Library, "width": 3})
+    module.trainer.save_checkpoint(path := str(tmp_path / "x.ckpt"))
+    trainer_of(steps=2).fit(BoringModel(), ckpt_path=path)
+    assert torch.load(path, weights_only=False)["hyper_parameters"] == {"kind": Library, "width": 3}
+
+
+def test_objects_that_cannot_be_saved(tmp_path: Path) -> None:
+    module = Library()
+    trainer_of().fit(module)
+    module.trainer.strategy.options.one_file = False
+    with pytest.raises(CheckpointError, match=r"dataset/normalizer is a .*\.Scale.*ends in \.ckpt.*one_file=True"):
+        module.trainer.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"dataset/normalizer is a "):
+        trainer_of(RunStateCheckpoint(str(tmp_path), every_n_steps=1)).fit(Library())
+    module.trainer.strategy.options.one_file = None
+    module.added = threading.Lock()
+    with pytest.raises(CheckpointError, match=r"dataset of the checkpoint cannot be pickled: TypeError: cannot.*lock"):
+        module.trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_parts_of_tensors_are_not_pickled() -> None:
+    part = torch.ones(4)
+    for value, held in (part, {part.data_ptr(): None}), (torch.ones(2, device="meta"), {}):
+        assert "other ranks hold parts" in str(pickling_problem(Scale(value), held))
+    assert pickling_problem(Scale(part), {}) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.parity.harness import Record, Saver, make_trainer
 from tests.parity.layout_modules import LanguageModel, make_module
@@ -256,3 +259,64 @@ def test_a_rank_that_cannot_send_ends_the_save_everywhere(ranks, tmp_path):
     first, second = ranks(fail_to_send, 2, str(tmp_path / "x.ckpt"), timeout=60)
     assert first == second
     assert os.listdir(tmp_path) == []
+
+
+# ---- What libraries do ----------------------------------------------------------------------------------------------
+
+
+class OfLibrary(BoringModel):
+    """Has a class and its own network among its hyper-parameters, and adds an object to checkpoints on one rank."""
+
+    def __init__(self, network: Any, kind: type = dict) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = network
+        self.metric = MeanMetric()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.metric.mean_value = loss["loss"]  # keeps its graph
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            checkpoint["loss"], checkpoint["metric"] = torch.nn.PReLU(), self.metric
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen.append(checkpoint["loss"])
+
+
+def of_library(path: str | None = None, **options: Any) -> Any:
+    steps = {"max_steps": 1 if path is None else 2, "limit_val_batches": 0}
+    trainer = make_trainer("zero3", options, **steps)
+    trainer.fit(OfLibrary(torch.nn.Linear(32, 2), LanguageModel), ckpt_path=path, weights_only=path is None)
+    return trainer
+
+
+def save_under_own_names(folder: str) -> tuple[list[str], str, Any]:
+    """Save with a path that differs per rank, as of a run named by the time; return what was said, and an object."""
+    path, trainer = f"{folder}/{dist.get_rank()}", of_library()
+    trainer.lightning_module.to("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.save_checkpoint(f"{path}.ckpt")
+    with pytest.raises(CheckpointError, match=r"loss is a torch.nn.*PReLU.*ends in \.ckpt.*one_file=True") as error:
+        trainer.save_checkpoint(path)
+    trainer.lightning_module.on_save_checkpoint = lambda _: None
+    trainer.save_checkpoint(path)
+    (seen,) = of_library(f"{folder}/0.ckpt").lightning_module.seen
+    return [str(each.message) for each in caught], str(error.value), type(seen).__name__
+
+
+def test_objects_and_paths_of_the_first_rank(ranks, tmp_path):
+    first, second = ranks(save_under_own_names, 2, str(tmp_path))
+    assert (first[1], first[2]) == (second[1], second[2]) == (first[1], "PReLU")
+    assert sorted(os.listdir(tmp_path)) == ["0", "0.ckpt"]
+    RunState.open(str(tmp_path / "0"))
+    assert any("network (" in text and "left out" in text for text in first[0])
+    loaded = torch.load(tmp_path / "0.ckpt", weights_only=False)
+    assert loaded["hyper_parameters"] == {"kind": LanguageModel}
+    assert isinstance(loaded["loss"].weight, torch.nn.Parameter)
+    assert isinstance(loaded["metric"].mean_value, Tensor)
+    assert loaded["state_dict"]["layer.weight"].shape == (2, 32)
