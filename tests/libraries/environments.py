@@ -1,0 +1,63 @@
+"""Environments of the libraries: what is installed for each, beside the packages of the interpreter that makes it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from benchmarks.peers.environments import Environment
+
+# Shared by all; a library that excludes them is installed without its dependencies, which are named instead.
+SHARED = ("torch", "lightning", "pytorch-lightning", "torchmetrics")
+# Built for CUDA where the registry has no other; see tests.libraries.vision.
+TORCHVISION = "torchvision==0.28.0"
+# Environment variable of the processes that train the reference.
+REFERENCE = "TRAINWRIGHT_LIBRARIES_REFERENCE"
+
+
+def default_cache() -> Path:
+    """``~/.cache/trainwright/libraries``."""
+    return Path.home() / ".cache" / "trainwright" / "libraries"
+
+
+_library = partial(Environment, constraints=Path(__file__).parent / "constraints")
+_vision = partial(_library, requests=(TORCHVISION,))
+
+# File of rows -> environment, which has the name of the package.
+LIBRARIES: dict[str, Environment] = {
+    "lightly": _vision("lightly"),
+    "segmentation_models": _vision("segmentation-models-pytorch"),
+    "timm_models": _vision("timm"),
+    "pytorch_forecasting": _library("pytorch-forecasting"),
+    "scvi": _library("scvi-tools"),
+    "chemprop": _library("chemprop"),
+    "litgpt": _library("litgpt"),
+    "neuralforecast": _library("neuralforecast"),
+    "darts": _library("darts"),
+    "gluonts": _library("gluonts"),
+    "pytorch_tabular": _library("pytorch-tabular"),
+    "matgl": _library("matgl"),
+    "torchgeo": _vision("torchgeo"),
+    "rl4co": _library("rl4co"),
+    "torch_geometric": _library("torch-geometric"),
+    "monai": _library("monai"),
+    "anomalib": _vision("anomalib"),
+    "uq_box": _vision("lightning-uq-box"),
+    "pyannote": _library("pyannote-audio"),
+    "torch_uncertainty": _vision("torch-uncertainty"),
+    "schnetpack": _library("schnetpack"),
+    "torchmd": _library("torchmd-net"),
+    "lifestream": _library("pytorch-lifestream"),
+    "careamics": _vision("careamics"),
+    "nequip": _library("nequip"),
+    "cellarium": _library("cellarium-ml"),
+    "terratorch": _vision("terratorch"),
+    "lightning_pose": _vision("lightning-pose"),
+    "kraken": _vision("kraken"),
+    "asteroid": _library("asteroid"),
+    "deeplay": _vision("deeplay"),
+    "speechbrain": _library("speechbrain"),
+    "spatiotemporal": _library("torch-spatiotemporal"),
+    "uni2ts": _library("uni2ts"),
+    "pytorch_frame": _library("pytorch-frame"),
+}
