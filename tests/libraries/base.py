@@ -9,7 +9,7 @@ A file ``tests/libraries/<library>.py`` imports the library and holds ``ROWS``:
 
 Data is generated, small and has no randomness of its own; modules have no dropout. A library on
 ``pytorch_lightning`` is imported after ``import tests.libraries.alias``, and its rows have
-``package="pytorch_lightning"``; one that imports torchvision after ``import tests.libraries.vision``.
+``package="pytorch_lightning"``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rows_of(
     hybrid: str = "tensor x shard",
     validates: bool = True,
     predicts: bool = True,
-    loads: Mapping[str, Any] | None = None,
+    loads: Callable[[], Mapping[str, Any]] | None = dict,
     **fields: Any,
 ) -> list[Row]:
     """Return the rows of a module: on all layouts, and shuffled on two of them.
@@ -58,7 +58,7 @@ def rows_of(
         make_loader: ``make_loader(batch_size, shuffled)`` builds a loader, whose sampler is of :func:`order`.
         hybrid: the layout of two axes to try.
         validates, predicts: whether the module has such a step; ``predict`` needs a ``forward`` at least.
-        loads: keyword arguments of ``load_from_checkpoint``; ``None``: it is not called.
+        loads: returns keyword arguments of ``load_from_checkpoint``; ``None``: that is not called.
         fields: of :class:`tests.zoo.cells.Row`.
     """
     batch = fields.get("batch", 8)
@@ -81,7 +81,7 @@ def _observed(
     batch: int,
     validates: bool,
     predicts: bool,
-    loads: Mapping[str, Any] | None,
+    loads: Callable[[], Mapping[str, Any]] | None,
     trainer: pl.Trainer,
     module: pl.LightningModule,
 ) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _observed(
         found["predictions"] = torch.cat([each.detach().double().flatten() for each in _tensors(made)])
     if loads is not None:
         trainer.save_checkpoint("trained.ckpt")
-        loaded = type(module).load_from_checkpoint("trained.ckpt", map_location="cpu", **loads)
+        loaded = type(module).load_from_checkpoint("trained.ckpt", map_location="cpu", **loads())
         found |= {f"loaded {name}": tensor for name, tensor in tensors_of(trainer, loaded, None).items()}
     return found
 

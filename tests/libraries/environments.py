@@ -9,8 +9,19 @@ from benchmarks.peers.environments import Environment
 
 # Shared by all; a library that excludes them is installed without its dependencies, which are named instead.
 SHARED = ("torch", "lightning", "pytorch-lightning", "torchmetrics")
-# Built for CUDA where the registry has no other; see tests.libraries.vision.
 TORCHVISION = "torchvision==0.28.0"
+# The registry has torchvision for CUDA only. Beside a torch for the CPU its compiled operators don't load, and it can't
+# be imported, since it describes two of them to torch. Declare these; models and transforms don't call them.
+_DECLARE_OPERATORS = """
+from importlib.util import find_spec
+from pathlib import Path
+import torch
+if torch.version.cuda is None:
+    file = Path(find_spec("torchvision").origin)
+    schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    declared = [f'torch.library.define("torchvision::{name}", "{schema}")' for name in ("nms", "qnms")]
+    file.write_text("\\n".join(["import torch", *declared, file.read_text()]))
+"""
 # Environment variable of the processes that train the reference.
 REFERENCE = "TRAINWRIGHT_LIBRARIES_REFERENCE"
 
@@ -21,7 +32,7 @@ def default_cache() -> Path:
 
 
 _library = partial(Environment, constraints=Path(__file__).parent / "constraints")
-_vision = partial(_library, requests=(TORCHVISION,))
+_vision = partial(_library, requests=(TORCHVISION,), prepare=_DECLARE_OPERATORS)
 
 # File of rows -> environment, which has the name of the package.
 LIBRARIES: dict[str, Environment] = {
