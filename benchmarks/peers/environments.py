@@ -107,20 +107,34 @@ class Environment:
         venv.create(folder, with_pip=True)
         _share_packages(folder)
         commands = self._commands(str(folder / "bin" / "python"))
-        with (folder / "install.log").open("w+") as log:
-            for each in commands:
-                environment = {**os.environ, **self.environment(cache)}
-                done = subprocess.run(
-                    each, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=_PATIENCE, check=False
-                )
-                if done.returncode != 0:
-                    log.seek(0)
-                    said = log.read().splitlines()
-                    errors = [line for line in said if line.startswith("ERROR")]
-                    (folder / _ERROR).write_text("".join(errors[-1:] or said[-1:]))
-                    return False
+        for each in commands:
+            if error := self._failed(each, cache):
+                (folder / _ERROR).write_text(error)
+                return False
         (folder / _DONE).write_text("\n".join(self.added(cache)))
         return True
+
+    def _failed(self, command: list[str], cache: Path) -> str:
+        """Run a command; returns its last error, empty if it succeeded."""
+        with (self.folder(cache) / "install.log").open("a+") as log:
+            start = log.tell()
+            try:
+                done = subprocess.run(
+                    command,
+                    env={**os.environ, **self.environment(cache)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=_PATIENCE,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return f"took more than {_PATIENCE} s"
+            if done.returncode == 0:
+                return ""
+            log.seek(start)
+            said = log.read().splitlines()
+            errors = [line for line in said if line.startswith("ERROR")]
+            return "".join(errors[-1:] or said[-1:]) or f"exit code {done.returncode}"
 
     def _commands(self, python: str) -> list[list[str]]:
         pip = [

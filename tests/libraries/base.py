@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from tests.zoo.cells import Row, tensors_of
+from tests.zoo.cells import DATA_RANKS, Row, tensors_of
 
 LAYOUTS = ("single", "ddp", "zero2", "zero3", "tensor", "pipeline")
 SHUFFLED = ", shuffled"
@@ -48,6 +48,7 @@ def rows_of(
     validates: bool = True,
     predicts: bool = True,
     loads: Callable[[], Mapping[str, Any]] | None = dict,
+    batch_norm: bool = False,
     **fields: Any,
 ) -> list[Row]:
     """Return the rows of a module: on all layouts, and shuffled on two of them.
@@ -59,11 +60,15 @@ def rows_of(
         hybrid: the layout of two axes to try.
         validates, predicts: whether the module has such a step; ``predict`` needs a ``forward`` at least.
         loads: returns keyword arguments of ``load_from_checkpoint``; ``None``: that is not called.
+        batch_norm: whether it has statistics of a batch, which several data ranks take together with
+            ``sync_batchnorm``.
         fields: of :class:`tests.zoo.cells.Row`.
     """
     batch = fields.get("batch", 8)
     observe = partial(_observed, make_loader, batch, validates, predicts, loads)
     given: dict[str, Any] = {"observe": observe, **fields}
+    if batch_norm:
+        given["trainers"] = {layout: {"sync_batchnorm": True} for layout, ranks in DATA_RANKS.items() if ranks > 1}
     make = partial(_loaders, make_loader, batch, validates)
     return [
         Row(name, make_module, partial(make, False), equal=", ".join((*LAYOUTS, hybrid)), **given),

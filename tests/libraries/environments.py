@@ -42,7 +42,8 @@ LIBRARIES: dict[str, Environment] = {
     "pytorch_forecasting": _library("pytorch-forecasting"),
     "scvi": _library("scvi-tools"),
     "chemprop": _library("chemprop"),
-    "litgpt": _library("litgpt"),
+    # It asks for older versions of huggingface-hub and jsonargparse than transformers and this project.
+    "litgpt": _library("litgpt", alone=("litgpt",)),
     "neuralforecast": _library("neuralforecast"),
     "darts": _library("darts"),
     "gluonts": _library("gluonts"),

@@ -142,7 +142,7 @@ class Moco(SelfSupervised):
         self.projection_head_momentum = copy.deepcopy(self.projection_head)
         deactivate_requires_grad(self.backbone_momentum)
         deactivate_requires_grad(self.projection_head_momentum)
-        self.criterion = NTXentLoss(memory_bank_size=(16, 16))
+        self.criterion = NTXentLoss(memory_bank_size=(16, 16), gather_distributed=True)
 
     def loss(self, x0: Tensor, x1: Tensor) -> Tensor:
         update_momentum(self.backbone, self.backbone_momentum, m=0.9)
@@ -196,8 +196,8 @@ labelled = partial(
 ROWS = [
     *labelled("LinearClassifier", partial(classifier, LinearClassifier), options=UNUSED),
     *labelled("FinetuneClassifier", partial(classifier, FinetuneClassifier)),
-    *views("BYOL", Byol),
-    *views("SimSiam", SimSiam),
+    *views("BYOL", Byol, batch_norm=True),
+    *views("SimSiam", SimSiam, batch_norm=True),
     *views("MoCo", Moco),
     *views("DINO", Dino),
 ]

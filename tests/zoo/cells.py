@@ -85,6 +85,7 @@ class Row:
         tolerance: largest relative distance; see :data:`TOLERANCE`.
         synced: logged values to compare where ranks read different samples, too; else those logged of one sample.
         options: further options of the strategy, by layout.
+        trainers: further options of our Trainer, by layout.
         late: refusals are of what comes after steps (validation, what is observed), when weights have changed.
         package: whose ``Trainer`` is the reference.
     """
@@ -101,6 +102,7 @@ class Row:
     tolerance: float = TOLERANCE
     synced: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     late: bool = False
     package: str = "lightning.pytorch"
 
@@ -239,6 +241,7 @@ def _prepared(row: Row, layout: str | None, first: list[Any], certifies: bool) -
     name, chosen, ranks = _OWN[layout]
     choice = {} if certifies else {"certificate": "off"}
     strategy = make_strategy(name, **chosen, **choice, **row.options.get(layout, {}))
+    options |= row.trainers.get(layout, {})
     return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS.get(layout, 1))
 
 
