@@ -104,7 +104,8 @@ class Environment:
         """Make it afresh; returns whether the peer is there. What pip said is kept in ``install.log``."""
         folder = self.folder(cache)
         shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
+        # pip is among the shared packages.
+        venv.create(folder)
         _share_packages(folder)
         commands = self._commands(str(folder / "bin" / "python"))
         for each in commands:
@@ -151,7 +152,6 @@ class Environment:
         if self.prepare:
             commands.append([python, "-c", self.prepare])
         return commands
-
 
     def _is_peer(self, request: str) -> bool:
         return request.partition("[")[0] == self.name

@@ -27,7 +27,8 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from tests.zoo.cells import DATA_RANKS, Row, tensors_of
 
 LAYOUTS = ("single", "ddp", "zero2", "zero3", "tensor", "pipeline")
-SHUFFLED = ", shuffled"
+# Ends of the names of rows that are shuffled, or saved and loaded.
+SHUFFLED, LOADED = ", shuffled", ", loaded"
 # ``make_loader(batch_size, shuffled)``.
 MakeLoader = Callable[[int, bool], Any]
 
@@ -51,7 +52,7 @@ def rows_of(
     batch_norm: bool = False,
     **fields: Any,
 ) -> list[Row]:
-    """Return the rows of a module: on all layouts, and shuffled on two of them.
+    """Return the rows of a module: trained, validated and predicted on all layouts, shuffled on two, loaded on three.
 
     Args:
         name: of the module's class.
@@ -65,15 +66,18 @@ def rows_of(
         fields: of :class:`tests.zoo.cells.Row`.
     """
     batch = fields.get("batch", 8)
-    observe = partial(_observed, make_loader, batch, validates, predicts, loads)
-    given: dict[str, Any] = {"observe": observe, **fields}
+    make = partial(_loaders, make_loader, batch, validates)
+    given: dict[str, Any] = {"observe": partial(_observed, make_loader, batch, validates, predicts), **fields}
     if batch_norm:
         given["trainers"] = {layout: {"sync_batchnorm": True} for layout, ranks in DATA_RANKS.items() if ranks > 1}
-    make = partial(_loaders, make_loader, batch, validates)
-    return [
+    found = [
         Row(name, make_module, partial(make, False), equal=", ".join((*LAYOUTS, hybrid)), **given),
         Row(f"{name}{SHUFFLED}", make_module, partial(make, True), equal="ddp, zero3", **given),
     ]
+    if loads is not None:
+        given |= {"observe": partial(_reloaded, loads), "late": True}
+        found.append(Row(f"{name}{LOADED}", make_module, partial(make, False), equal="single, ddp, zero3", **given))
+    return found
 
 
 def _loaders(make_loader: MakeLoader, whole: int, validates: bool, shuffled: bool, batch: int) -> tuple[Any, ...]:
@@ -86,11 +90,10 @@ def _observed(
     batch: int,
     validates: bool,
     predicts: bool,
-    loads: Callable[[], Mapping[str, Any]] | None,
     trainer: pl.Trainer,
     module: pl.LightningModule,
 ) -> dict[str, Any]:
-    """Return what the trained module gives: validation metrics, predictions, and tensors of the loaded module."""
+    """Return the trained module's validation metrics and predictions."""
     found: dict[str, Any] = {}
     if validates:
         for metrics in trainer.validate(module, make_loader(batch, False), verbose=False):
@@ -98,11 +101,16 @@ def _observed(
     if predicts:
         made = trainer.predict(module, make_loader(batch, False))
         found["predictions"] = torch.cat([each.detach().double().flatten() for each in _tensors(made)])
-    if loads is not None:
-        trainer.save_checkpoint("trained.ckpt")
-        loaded = type(module).load_from_checkpoint("trained.ckpt", map_location="cpu", **loads())
-        found |= {f"loaded {name}": tensor for name, tensor in tensors_of(trainer, loaded, None).items()}
     return found
+
+
+def _reloaded(
+    loads: Callable[[], Mapping[str, Any]], trainer: pl.Trainer, module: pl.LightningModule
+) -> dict[str, Any]:
+    """Return the tensors of the module that is loaded from a checkpoint of the trained one."""
+    trainer.save_checkpoint("trained.ckpt")
+    loaded = type(module).load_from_checkpoint("trained.ckpt", map_location="cpu", **loads())
+    return dict(tensors_of(trainer, loaded, None))
 
 
 def _tensors(made: Any) -> list[Tensor]:

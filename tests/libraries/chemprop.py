@@ -8,7 +8,6 @@ from typing import Any
 
 import chemprop
 import numpy as np
-import torch
 from chemprop.data import build_dataloader
 from torch.utils.data import DataLoader
 
@@ -75,10 +74,10 @@ def multicomponent() -> Any:
 regression = partial(rows_of, make_loader=partial(loader, molecules))
 ROWS = [
     *regression("MPNN", mpnn),
-    *regression("MPNN of atoms, BatchNorm", partial(mpnn, chemprop.nn.AtomMessagePassing, batch_norm=True), batch_norm=True),
     *regression(
-        "MPNN, metrics", lambda: mpnn(metrics=[chemprop.nn.metrics.RMSE(), chemprop.nn.metrics.MAE()])
+        "MPNN of atoms, BatchNorm", partial(mpnn, chemprop.nn.AtomMessagePassing, batch_norm=True), batch_norm=True
     ),
+    *regression("MPNN, metrics", lambda: mpnn(metrics=[chemprop.nn.metrics.RMSE(), chemprop.nn.metrics.MAE()])),
     *rows_of(
         "MPNN, classes",
         partial(mpnn, predictor=partial(chemprop.nn.MulticlassClassificationFFN, 3)),

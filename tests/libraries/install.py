@@ -34,7 +34,8 @@ def main() -> int:
     if not options.names:
         chosen = [each for each in chosen if not each.is_installed(options.cache)]
     if options.pin:
-        return 0 if all([_pin(each, options.cache) for each in chosen]) else 1
+        pinned = [_pin(each, options.cache) for each in chosen]
+        return 0 if all(pinned) else 1
     return 0 if install(chosen, options.cache) else 1
 
 

@@ -7,8 +7,9 @@ import os
 from functools import partial
 from typing import Any
 
-import tests.libraries.alias  # noqa: F401
-import pytorch_lightning as pl  # isort: skip
+import tests.libraries.alias  # noqa: F401  # isort: skip
+
+import pytorch_lightning as pl
 import torch
 from lightly.loss import DINOLoss, NegativeCosineSimilarity, NTXentLoss
 from lightly.models.modules import (

@@ -1,4 +1,4 @@
-"""litgpt: its GPT, its LoRA and its adapters in a LightningModule, as in its tutorial."""
+"""litgpt: its GPT and its LoRA in a LightningModule, as in its tutorial."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import litgpt
-import litgpt.adapter
-import litgpt.adapter_v2
 import litgpt.lora
 import torch
 from litgpt.utils import chunked_cross_entropy
@@ -27,13 +25,13 @@ SMALL = {
     "n_head": 4,
     "n_embd": 16,
     "intermediate_size": 32,
+    "rotary_percentage": 1.0,
 }
 LLAMA = {
     "bias": False,
     "norm_class_name": "RMSNorm",
     "mlp_class_name": "LLaMAMLP",
     "parallel_residual": False,
-    "rotary_percentage": 1.0,
     "n_query_groups": 2,
 }
 EXPERTS = {**LLAMA, "mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2}
@@ -48,9 +46,9 @@ class Finetuned(pl.LightningModule):
         super().__init__()
         self.model = package.GPT(package.Config(**SMALL, **options))
         torch.manual_seed(3)
-        for name, weight in self.model.named_parameters():
-            # Adapters start at zero, so that the first steps would train half of them only.
-            if weight.ndim > 1 or "lora" in name or "adapter" in name or "gating" in name:
+        for weight in self.model.parameters():
+            # LoRA starts at zero, so that the first steps would train half of them only.
+            if weight.ndim > 1:
                 torch.nn.init.normal_(weight, std=0.2)
 
     def forward(self, ids: Tensor) -> Any:
@@ -105,6 +103,4 @@ ROWS = [
     *rows("GPT, experts", **EXPERTS),
     *lora("LoRA", lora_query=True, lora_value=True, **LORA),
     *lora("LoRA of all layers, Llama", **ALL, **LORA, **LLAMA),
-    *rows("adapter", litgpt.adapter, litgpt.adapter.mark_only_adapter_as_trainable, adapter_start_layer=1),
-    *rows("adapter v2", litgpt.adapter_v2, litgpt.adapter_v2.mark_only_adapter_v2_as_trainable, adapter_start_layer=1),
 ]

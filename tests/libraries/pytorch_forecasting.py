@@ -75,7 +75,18 @@ def network(kind: Any, covariates: bool, **options: Any) -> Any:
 alone = partial(rows_of, make_loader=partial(loader, False), predicts=False)
 known = partial(rows_of, make_loader=partial(loader, True), predicts=False)
 ROWS = [
-    *alone("NBeats", partial(network, NBeats, False, widths=[16, 16], num_blocks=[2, 2], num_block_layers=[2, 2], expansion_coefficient_lengths=[2, 4])),
+    *alone(
+        "NBeats",
+        partial(
+            network,
+            NBeats,
+            False,
+            widths=[16, 16],
+            num_blocks=[2, 2],
+            num_block_layers=[2, 2],
+            expansion_coefficient_lengths=[2, 4],
+        ),
+    ),
     *known("NHiTS", partial(network, NHiTS, True, hidden_size=16, dropout=0.0)),
     *known(
         "TemporalFusionTransformer",
@@ -91,7 +102,9 @@ ROWS = [
             logging_metrics=nn.ModuleList([MAE(), RMSE()]),
         ),
     ),
-    *known("DeepAR", lambda: network(DeepAR, True, hidden_size=8, rnn_layers=2, dropout=0.0, loss=NormalDistributionLoss())),
+    *known(
+        "DeepAR", lambda: network(DeepAR, True, hidden_size=8, rnn_layers=2, dropout=0.0, loss=NormalDistributionLoss())
+    ),
     *known("DecoderMLP", partial(network, DecoderMLP, True, hidden_size=16, n_hidden_layers=3, dropout=0.0)),
     *known("RecurrentNetwork", partial(network, RecurrentNetwork, True, hidden_size=8, dropout=0.0)),
     *known("TiDEModel", partial(network, TiDEModel, True, hidden_size=8, dropout=0.0)),

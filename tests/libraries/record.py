@@ -31,7 +31,8 @@ def main() -> int:
         chosen.setdefault(library, []).extend([row] if row else [])
     if unknown := chosen.keys() - LIBRARIES:
         parser.error(f"{', '.join(sorted(unknown))}: there is {', '.join(LIBRARIES)}")
-    return 0 if all([_record(library, names, options.cache) for library, names in chosen.items()]) else 1
+    recorded = [_record(library, names, options.cache) for library, names in chosen.items()]
+    return 0 if all(recorded) else 1
 
 
 def _record(library: str, names: list[str], cache: Path) -> bool:

@@ -70,5 +70,10 @@ ROWS = [
     *rows_of("Unet, resnet18", partial(network, "unet", "resnet18"), loader, batch_norm=True),
     *rows_of("Unet, mit_b0", partial(network, "unet", "mit_b0", **no_norm), loader),
     *rows_of("FPN, mit_b0", partial(network, "fpn", "mit_b0", decoder_dropout=0.0), loader),
-    *rows_of("DeepLabV3Plus, resnet18", partial(network, "deeplabv3plus", "resnet18", decoder_aspp_dropout=0.0), loader, batch_norm=True),
+    *rows_of(
+        "DeepLabV3Plus, resnet18",
+        partial(network, "deeplabv3plus", "resnet18", decoder_aspp_dropout=0.0),
+        loader,
+        batch_norm=True,
+    ),
 ]

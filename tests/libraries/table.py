@@ -35,7 +35,8 @@ def beyond_single(outcomes: Outcomes) -> Outcomes:
     """Return the cells of layouts with several processes."""
     return {
         library: {
-            name: {layout: outcome for layout, outcome in row.items() if layout != SINGLE} for name, row in found.items()
+            name: {layout: outcome for layout, outcome in row.items() if layout != SINGLE}
+            for name, row in found.items()
         }
         for library, found in outcomes.items()
     }

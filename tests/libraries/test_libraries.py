@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.libraries.__main__ import PAGE, page
+from tests.libraries.base import LOADED
 from tests.libraries.environments import LIBRARIES, SHARED
-from tests.libraries.table import beyond_single, recorded
+from tests.libraries.table import recorded
 from tests.zoo.table import count
 
 
@@ -28,10 +29,10 @@ def test_every_library_with_rows_is_recorded() -> None:
 
 
 def test_single_is_equal_wherever_it_is_tried() -> None:
-    """One process of ours is Lightning's."""
-    cells = [row["single"] for found in recorded().values() for row in found.values() if "single" in row]
+    """One process of ours is Lightning's; what it refuses to save or load is another matter."""
+    rows = {name: row for found in recorded().values() for name, row in found.items() if not name.endswith(LOADED)}
+    cells = [row["single"] for row in rows.values() if "single" in row]
     assert set(cells) == {"equal"}
-    assert sum(map(len, beyond_single(recorded()).values())) >= len(cells)
 
 
 def test_pins_have_the_library_and_what_is_shared() -> None:

@@ -15,7 +15,12 @@ from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
 
 from tests.libraries.base import order, rows_of
 
@@ -126,6 +131,10 @@ ROWS = [
     *rows_of("vit, MetricCollection", partial(network, Classifies, vit, **SMALL), loader),
     *rows_of("vit, MetricTracker", partial(network, Tracked, vit, **SMALL), loader),
     *rows_of("vit, ModelEmaV3", partial(network, Averaged, vit, **SMALL), loader),
-    *rows_of("convnext_atto", partial(network, Classifies, "convnext_atto", depths=(2, 2, 2, 2), dims=(8, 16, 16, 32)), loader),
+    *rows_of(
+        "convnext_atto",
+        partial(network, Classifies, "convnext_atto", depths=(2, 2, 2, 2), dims=(8, 16, 16, 32)),
+        loader,
+    ),
     *rows_of("resnet10t", partial(network, Classifies, "resnet10t"), loader, batch_norm=True),
 ]

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from tests.libraries.base import LOADED, SHUFFLED
 from tests.libraries.environments import REFERENCE
 from tests.libraries.table import recorded, theme_of, write
 from tests.pool import RankPool
@@ -49,7 +50,7 @@ def main() -> None:
     library, *names = sys.argv[1:]
     ranks = Ranks()
     for row in rows(theme_of(library)):
-        if names and row.name not in names:
+        if names and not any(row.name == name or row.name in (name + SHUFFLED, name + LOADED) for name in names):
             continue
         try:
             found = tried(ranks, theme_of(library), row, dict.fromkeys(row.layouts, True), TIMEOUT)
