@@ -52,7 +52,7 @@ def rows_of(
     batch_norm: bool = False,
     **fields: Any,
 ) -> list[Row]:
-    """Return the rows of a module: trained, validated and predicted on all layouts, shuffled on two, loaded on three.
+    """Return the rows of a module: trained, validated and predicted on all layouts, shuffled on two, loaded on two.
 
     Args:
         name: of the module's class.
@@ -76,7 +76,7 @@ def rows_of(
     ]
     if loads is not None:
         given |= {"observe": partial(_reloaded, loads), "late": True}
-        found.append(Row(f"{name}{LOADED}", make_module, partial(make, False), equal="single, ddp, zero3", **given))
+        found.append(Row(f"{name}{LOADED}", make_module, partial(make, False), equal="single, zero3", **given))
     return found
 
 

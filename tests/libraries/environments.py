@@ -47,7 +47,12 @@ LIBRARIES: dict[str, Environment] = {
     "neuralforecast": _library("neuralforecast"),
     "darts": _library("darts"),
     "gluonts": _library("gluonts"),
-    "pytorch_tabular": _library("pytorch-tabular"),
+    # It asks for older versions of several packages.
+    "pytorch_tabular": _library(
+        "pytorch-tabular",
+        requests=("category-encoders", "einops", "pytorch-tabnet", "matplotlib"),
+        alone=("pytorch-tabular",),
+    ),
     "matgl": _library("matgl"),
     "torchgeo": _vision("torchgeo"),
     "rl4co": _library("rl4co"),

@@ -87,20 +87,21 @@ def loader(batch: int, shuffled: bool) -> DataLoader:
     return DataLoader(data, batch_size=batch, sampler=order(data, shuffled))
 
 
-def rows(name: str, package: Any = litgpt, only: Any = None, **options: Any) -> Any:
+def rows(name: str, package: Any = litgpt, only: Any = None, hybrid: str = "tensor x shard", **options: Any) -> Any:
     return rows_of(
         name,
         partial(model, package, only, **options),
         loader,
+        hybrid=hybrid,
         loads=lambda: {"package": package, "options": options},
     )
 
 
-lora = partial(rows, package=litgpt.lora, only=litgpt.lora.mark_only_lora_as_trainable)
+lora = partial(rows, package=litgpt.lora, only=litgpt.lora.mark_only_lora_as_trainable, hybrid="pipeline x shard")
 ROWS = [
     *rows("GPT"),
     *rows("GPT, Llama", **LLAMA),
-    *rows("GPT, experts", **EXPERTS),
+    *rows("GPT, experts", hybrid="pipeline x shard", **EXPERTS),
     *lora("LoRA", lora_query=True, lora_value=True, **LORA),
     *lora("LoRA of all layers, Llama", **ALL, **LORA, **LLAMA),
 ]
