@@ -52,10 +52,16 @@ def module(kind: Any, **options: Any) -> Any:
     return model(kind, **options).module
 
 
-def loader(batch: int, shuffled: bool) -> DataLoader:
+def anndata_loader(batch: int, shuffled: bool) -> DataLoader:
     made = AnnDataLoader(model(scvi.model.SCVI).adata_manager, batch_size=batch)
     made.sampler.sampler = order(made.dataset, shuffled)  # type: ignore[attr-defined]
     return made
+
+
+def loader(batch: int, shuffled: bool) -> DataLoader:
+    """A plain loader that reads as theirs does: one index of the data set is a list of cells."""
+    theirs = anndata_loader(batch, shuffled)
+    return DataLoader(theirs.dataset, batch_size=None, sampler=theirs.sampler)
 
 
 norm = {"use_batch_norm": "none", "use_layer_norm": "both"}
@@ -73,6 +79,12 @@ def classifier() -> Any:
 plans = partial(rows_of, make_loader=loader, predicts=False)
 ROWS = [
     *plans("TrainingPlan of SCVI", lambda: TrainingPlan(scvi_module()), loads=lambda: {"module": scvi_module()}),
+    *plans(
+        "TrainingPlan of SCVI, AnnDataLoader",
+        lambda: TrainingPlan(scvi_module()),
+        make_loader=anndata_loader,
+        loads=None,
+    ),
     *plans(
         "TrainingPlan of SCVI, BatchNorm",
         lambda: TrainingPlan(module(scvi.model.SCVI)),
