@@ -130,7 +130,13 @@ vit = "vit_tiny_patch16_224"
 ROWS = [
     *rows_of("vit, MetricCollection", partial(network, Classifies, vit, **SMALL), loader),
     *rows_of("vit, MetricTracker", partial(network, Tracked, vit, **SMALL), loader),
-    *rows_of("vit, ModelEmaV3", partial(network, Averaged, vit, **SMALL), loader),
+    # The averaged weights aren't frozen.
+    *rows_of(
+        "vit, ModelEmaV3",
+        partial(network, Averaged, vit, **SMALL),
+        loader,
+        options={"ddp": {"find_unused_parameters": True}},
+    ),
     *rows_of(
         "convnext_atto",
         partial(network, Classifies, "convnext_atto", depths=(2, 2, 2, 2), dims=(8, 16, 16, 32)),
