@@ -7,7 +7,7 @@ A file ``tests/libraries/<library>.py`` imports the library and holds ``ROWS``:
         *rows_of("a module that only trains", other, molecules, predicts=False, loads=None),
     ]
 
-Data is generated, small and has no randomness of its own; modules have no dropout. A library on
+Data is generated, small and has no randomness of its own; dropout is turned off. A library on
 ``pytorch_lightning`` is imported after ``import tests.libraries.alias``, and its rows have
 ``package="pytorch_lightning"``.
 """
@@ -21,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
@@ -65,7 +66,7 @@ def rows_of(
             ``sync_batchnorm``.
         fields: of :class:`tests.zoo.cells.Row`.
     """
-    batch = fields.get("batch", 8)
+    batch, make_module = fields.get("batch", 8), partial(_without_dropout, make_module)
     make = partial(_loaders, make_loader, batch, validates)
     given: dict[str, Any] = {"observe": partial(_observed, make_loader, batch, validates, predicts), **fields}
     if batch_norm:
@@ -78,6 +79,17 @@ def rows_of(
         given |= {"observe": partial(_reloaded, loads), "late": True}
         found.append(Row(f"{name}{LOADED}", make_module, partial(make, False), equal="single, zero3", **given))
     return found
+
+
+def _without_dropout(make_module: Callable[[], Any]) -> Any:
+    """Build a module that draws nothing; some have rates of dropout that cannot be given."""
+    module = make_module()
+    for part in module.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+        elif isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.0
+    return module
 
 
 def _loaders(make_loader: MakeLoader, whole: int, validates: bool, shuffled: bool, batch: int) -> tuple[Any, ...]:

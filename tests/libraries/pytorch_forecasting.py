@@ -102,8 +102,18 @@ ROWS = [
             logging_metrics=nn.ModuleList([MAE(), RMSE()]),
         ),
     ),
+    # Its metrics are of samples that it draws.
     *known(
-        "DeepAR", lambda: network(DeepAR, True, hidden_size=8, rnn_layers=2, dropout=0.0, loss=NormalDistributionLoss())
+        "DeepAR",
+        lambda: network(
+            DeepAR,
+            True,
+            hidden_size=8,
+            rnn_layers=2,
+            dropout=0.0,
+            loss=NormalDistributionLoss(),
+            logging_metrics=nn.ModuleList([]),
+        ),
     ),
     *known("DecoderMLP", partial(network, DecoderMLP, True, hidden_size=16, n_hidden_layers=3, dropout=0.0)),
     *known("RecurrentNetwork", partial(network, RecurrentNetwork, True, hidden_size=8, dropout=0.0)),
