@@ -69,8 +69,6 @@ LIBRARIES: dict[str, Environment] = {
     "nequip": _library("nequip"),
     "cellarium": _library("cellarium-ml"),
     "terratorch": _vision("terratorch"),
-    "lightning_pose": _vision("lightning-pose"),
-    "kraken": _vision("kraken"),
     "asteroid": _library("asteroid"),
     "deeplay": _vision("deeplay"),
     "speechbrain": _library("speechbrain"),
