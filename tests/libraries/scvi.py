@@ -76,7 +76,9 @@ def classifier() -> Any:
     return Classifier(GENES, n_hidden=16, n_labels=LABELS, dropout_rate=0.0, use_batch_norm=False, logits=True)
 
 
-plans = partial(rows_of, make_loader=loader, predicts=False)
+# Models have encoders that a step may leave out.
+UNUSED = {"ddp": {"find_unused_parameters": True}}
+plans = partial(rows_of, make_loader=loader, predicts=False, options=UNUSED)
 ROWS = [
     *plans("TrainingPlan of SCVI", lambda: TrainingPlan(scvi_module()), loads=lambda: {"module": scvi_module()}),
     *plans(
