@@ -85,10 +85,10 @@ def _without_dropout(make_module: Callable[[], Any]) -> Any:
     """Build a module that draws nothing; some have rates of dropout that cannot be given."""
     module = make_module()
     for part in module.modules():
-        if isinstance(part, _DropoutNd):
-            part.p = 0.0
-        elif isinstance(getattr(part, "dropout", None), float):
-            part.dropout = 0.0
+        # Layers of dropout, attention and recurrent layers, and stochastic depth.
+        for name in ("p",) if isinstance(part, _DropoutNd) else ("dropout", "drop_prob"):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
     return module
 
 
