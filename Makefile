@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint types docs check thorough zoo fuzz gpu snippets dist clean
+.PHONY: help install train test lint types docs check thorough zoo libraries fuzz gpu snippets dist clean
 
 # The first interpreter that answers and is a supported version: a name can exist and still not run
 # (version managers leave such stubs), so each is asked rather than looked up.
@@ -79,6 +79,11 @@ check thorough:
 
 zoo: install  ## Train every module of tests/zoo under all its layouts, of which make test takes a sample
 	ZOO=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo
+
+libraries: install  ## Install libraries built on Lightning, train their modules under all layouts, write docs/libraries.md
+	$(BIN)/python -m tests.libraries.install
+	$(BIN)/python -m tests.libraries.record
+	$(BIN)/python -m tests.libraries
 
 fuzz: install  ## Train programs drawn by seed on one process and under layouts, and compare them (SEEDS=0-99)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(SEEDS) --shrink

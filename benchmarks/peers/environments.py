@@ -2,18 +2,21 @@
 
 An environment takes torch and whatever else is there from the interpreter that makes it, and adds the peer alone, in
 the exact versions of ``constraints/<peer>.txt``. So all peers compute with the same torch, and none is downloaded.
+The environments of :mod:`tests.libraries` are made in the same way.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 from benchmarks.report import say
@@ -34,6 +37,10 @@ class Environment:
         build: packages that building the peer needs, installed before it.
         options: of ``pip install``.
         prepare: Python that runs once after it, such as building what would else be built by the first run.
+        requests: packages installed with it.
+        alone: packages installed without their dependencies, whose pins exclude the shared versions. If the peer itself
+            is among them, it is not installed otherwise.
+        constraints: folder of the file of exact versions.
     """
 
     name: str
@@ -41,6 +48,9 @@ class Environment:
     build: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     prepare: str | None = None
+    requests: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    constraints: Path = _CONSTRAINTS
 
     def folder(self, cache: Path) -> Path:
         """Of this environment."""
@@ -52,12 +62,20 @@ class Environment:
         Raises:
             RuntimeError: if the peer is not installed there; with pip's own words if it could not be.
         """
-        folder = self.folder(cache)
-        if (folder / _DONE).exists():
-            return folder / "bin" / "python"
-        if (folder / _ERROR).exists():
-            raise RuntimeError(f"could not be installed: {(folder / _ERROR).read_text().strip()}")
+        if self.is_installed(cache):
+            return self.folder(cache) / "bin" / "python"
+        if error := self.error(cache):
+            raise RuntimeError(f"could not be installed: {error}")
         raise RuntimeError(f"not installed; type python -m benchmarks.peers.install --cache {cache}")
+
+    def is_installed(self, cache: Path) -> bool:
+        """Whether the peer is there."""
+        return (self.folder(cache) / _DONE).exists()
+
+    def error(self, cache: Path) -> str:
+        """Why it could not be installed, in pip's words; empty if it was not tried."""
+        file = self.folder(cache) / _ERROR
+        return file.read_text().strip() if file.exists() else ""
 
     def environment(self, cache: Path) -> dict[str, str]:
         """Its environment variables; what torch compiles for it stays in its folder and on its path."""
@@ -65,54 +83,89 @@ class Environment:
         path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", "")])
         return {"TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "PATH": path, **self.variables}
 
+    @property
+    def pins(self) -> Path:
+        """The file of exact versions."""
+        return self.constraints / f"{self.name}.txt"
+
+    def added(self, cache: Path) -> list[str]:
+        """What it adds to the shared packages, as ``name==version``, sorted."""
+        found = distributions(path=[_packages(self.folder(cache))])
+        named = {re.sub(r"[-_.]+", "-", each.name).lower(): each.version for each in found}
+        return [f"{name}=={named[name]}" for name in sorted(named) if name != "pip"]
+
     def version(self) -> str:
         """The version that is installed, as its constraints say."""
         wanted = f"{self.name}=="
-        lines = (_CONSTRAINTS / f"{self.name}.txt").read_text().splitlines()
+        lines = self.pins.read_text().splitlines()
         return next(line.removeprefix(wanted).strip() for line in lines if line.startswith(wanted))
 
     def install(self, cache: Path) -> bool:
         """Make it afresh; returns whether the peer is there. What pip said is kept in ``install.log``."""
         folder = self.folder(cache)
         shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
+        # pip is among the shared packages.
+        venv.create(folder)
         _share_packages(folder)
         commands = self._commands(str(folder / "bin" / "python"))
-        with (folder / "install.log").open("w+") as log:
-            for each in commands:
-                environment = {**os.environ, **self.environment(cache)}
-                done = subprocess.run(
-                    each, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=_PATIENCE, check=False
-                )
-                if done.returncode != 0:
-                    log.seek(0)
-                    said = log.read().splitlines()
-                    errors = [line for line in said if line.startswith("ERROR")]
-                    (folder / _ERROR).write_text("".join(errors[-1:] or said[-1:]))
-                    return False
-        (folder / _DONE).write_text(self.version())
+        for each in commands:
+            if error := self._failed(each, cache):
+                (folder / _ERROR).write_text(error)
+                return False
+        (folder / _DONE).write_text("\n".join(self.added(cache)))
         return True
+
+    def _failed(self, command: list[str], cache: Path) -> str:
+        """Run a command; returns its last error, empty if it succeeded."""
+        with (self.folder(cache) / "install.log").open("a+") as log:
+            start = log.tell()
+            try:
+                done = subprocess.run(
+                    command,
+                    env={**os.environ, **self.environment(cache)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=_PATIENCE,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return f"took more than {_PATIENCE} s"
+            if done.returncode == 0:
+                return ""
+            log.seek(start)
+            said = log.read().splitlines()
+            errors = [line for line in said if line.startswith("ERROR")]
+            return "".join(errors[-1:] or said[-1:]) or f"exit code {done.returncode}"
 
     def _commands(self, python: str) -> list[list[str]]:
         pip = [
             *(python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"),
-            *("--constraint", str(_CONSTRAINTS / f"{self.name}.txt")),
+            *("--constraint", str(self.pins)),
         ]
+        named = [*self.requests, *([] if any(map(self._is_peer, self.alone)) else [self.name])]
         # torch is also a request, so that pip rather gives up than takes another one.
-        commands = [[*pip, *self.options, f"torch=={version('torch').partition('+')[0]}", self.name]]
+        commands = [[*pip, *self.options, f"torch=={version('torch').partition('+')[0]}", *named]]
         if self.build:
             commands.insert(0, [*pip, *self.build])
+        if self.alone:
+            commands.append([*pip, *self.options, "--no-deps", *self.alone])
         if self.prepare:
             commands.append([python, "-c", self.prepare])
         return commands
 
+    def _is_peer(self, request: str) -> bool:
+        return request.partition("[")[0] == self.name
+
+
+def _packages(folder: Path) -> str:
+    return sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+
 
 def _share_packages(folder: Path) -> None:
     """Let the environment see what the running interpreter sees, behind its own; editable installs included."""
-    there = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     here = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     lines = [f"import site; site.addsitedir({path!r})" for path in sorted(here)]
-    Path(there, "zz_shared.pth").write_text("\n".join(lines) + "\n")
+    Path(_packages(folder), "zz_shared.pth").write_text("\n".join(lines) + "\n")
 
 
 def default_cache() -> Path:
@@ -138,12 +191,12 @@ ENVIRONMENTS = {
 }
 
 
-def install(names: list[str], cache: Path) -> bool:
+def install(environments: Iterable[Environment], cache: Path) -> bool:
     """Install these; returns whether all are there."""
-    results = {}
-    for name in names:
-        say(f"{name} {ENVIRONMENTS[name].version()} into {ENVIRONMENTS[name].folder(cache)}, with {sys.executable}")
-        results[name] = ENVIRONMENTS[name].install(cache)
-        if not results[name]:
-            say(f"  {(ENVIRONMENTS[name].folder(cache) / _ERROR).read_text().strip()}")
-    return all(results.values())
+    complete = True
+    for each in environments:
+        say(f"{each.name} {each.version()} into {each.folder(cache)}, with {sys.executable}")
+        if not each.install(cache):
+            complete = False
+            say(f"  {each.error(cache)}")
+    return complete

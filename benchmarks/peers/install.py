@@ -24,7 +24,7 @@ def main() -> int:
         for name in names:
             shutil.rmtree(ENVIRONMENTS[name].folder(options.cache), ignore_errors=True)
         return 0
-    return 0 if install(names, options.cache) else 1
+    return 0 if install([ENVIRONMENTS[name] for name in names], options.cache) else 1
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ A file of the zoo holds ``ROWS``:
         Row("mlp", Mlp, vectors, equal="ddp, zero3, tensor"),
         Row("whole-batch statistics", Normed, vectors, equal="ddp", either="pipeline"),
     ]
+
+Other packages of rows (:mod:`tests.libraries`) use the full names of their files as themes.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 # One process of ours, which saves and resumes as the layouts do.
 SINGLE = "single"
-_OWN = {**LAYOUTS, SINGLE: ("single", {}, 1)}
+_OWN: dict[str, tuple[str, dict[str, Any], int]] = {**LAYOUTS, SINGLE: ("single", {}, 1)}
 # Data ranks of the layouts that have more than one.
 DATA_RANKS = {name: options.get("shard", ranks) for name, (_, options, ranks) in LAYOUTS.items()}
 
@@ -83,7 +85,9 @@ class Row:
         tolerance: largest relative distance; see :data:`TOLERANCE`.
         synced: logged values to compare where ranks read different samples, too; else those logged of one sample.
         options: further options of the strategy, by layout.
+        trainers: further options of our Trainer, by layout.
         late: refusals are of what comes after steps (validation, what is observed), when weights have changed.
+        package: whose ``Trainer`` is the reference.
     """
 
     name: str
@@ -98,7 +102,9 @@ class Row:
     tolerance: float = TOLERANCE
     synced: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trainers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     late: bool = False
+    package: str = "lightning.pytorch"
 
     def also_on(self, *layouts: str) -> Row:
         """Return the row with further layouts, on which it may be refused."""
@@ -108,8 +114,8 @@ class Row:
     def layouts(self) -> list[str]:
         """Names of the layouts it is tried on."""
         found = [name.strip() for name in f"{self.equal},{self.either}".split(",") if name.strip()]
-        if len(set(found)) < len(found) or not set(found) <= LAYOUTS.keys():
-            raise ValueError(f"{self.name}: unknown or doubled layouts in {found}; there are {', '.join(LAYOUTS)}.")
+        if len(set(found)) < len(found) or not set(found) <= _OWN.keys():
+            raise ValueError(f"{self.name}: unknown or doubled layouts in {found}; there are {', '.join(_OWN)}.")
         return found
 
 
@@ -139,8 +145,8 @@ class Run:
 
 
 def rows(theme: str) -> list[Row]:
-    """Return the rows of the file ``theme``."""
-    found: list[Row] = importlib.import_module(f"tests.zoo.{theme}").ROWS
+    """Return the rows of the file ``theme``: one of the zoo, or the full name of a module."""
+    found: list[Row] = importlib.import_module(theme if "." in theme else f"tests.zoo.{theme}").ROWS
     return found
 
 
@@ -228,13 +234,14 @@ def _prepared(row: Row, layout: str | None, first: list[Any], certifies: bool) -
     options["enable_checkpointing"] |= any(isinstance(callback, Saver) for callback in first)
     micro = row.batch // options.get("accumulate_grad_batches", 1)
     if layout is None:
-        return pl.Trainer(devices=1, **options), row.make_data(micro)
+        return importlib.import_module(row.package).Trainer(devices=1, **options), row.make_data(micro)
     from trainwright.strategies.contract.registry import make_strategy
     from trainwright.trainer.trainer import Trainer
 
     name, chosen, ranks = _OWN[layout]
     choice = {} if certifies else {"certificate": "off"}
     strategy = make_strategy(name, **chosen, **choice, **row.options.get(layout, {}))
+    options |= row.trainers.get(layout, {})
     return Trainer(strategy=strategy, devices=ranks, **options), row.make_data(micro // DATA_RANKS.get(layout, 1))
 
 
