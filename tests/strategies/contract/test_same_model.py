@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.parity.harness import make_trainer
+from trainwright.strategies.contract.same_model import are_equal
+from trainwright.strategies.plan.module_state import ModuleState
 
 STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {}),
@@ -94,3 +96,13 @@ def test_warns_about_running_statistics(ranks: Any, strategy: str, words: str) -
     assert words in line
     assert others == []
     assert ranks(logged, 2, strategy, {}, False) == [[], []]
+
+
+def test_a_value_that_is_not_a_number_has_not_changed():
+    module = nn.Linear(2, 2)
+    module.register_buffer("bound", torch.tensor([torch.nan, 1.0]))
+    state = ModuleState(module)
+    assert list(state.changes()) == []
+    module.bound[1] = 2
+    assert [change.name for change in state.changes()] == ["bound"]
+    assert not are_equal(torch.tensor([torch.nan, 1.0]), torch.tensor([1.0, torch.nan]))
