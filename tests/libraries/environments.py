@@ -56,7 +56,8 @@ LIBRARIES: dict[str, Environment] = {
     "matgl": _library("matgl"),
     "torchgeo": _vision("torchgeo"),
     "rl4co": _library("rl4co"),
-    "torch_geometric": _library("torch-geometric"),
+    # GraphGym is configured by yacs.
+    "torch_geometric": _library("torch-geometric", requests=("yacs",)),
     "monai": _library("monai"),
     "anomalib": _vision("anomalib"),
     "uq_box": _vision("lightning-uq-box"),
