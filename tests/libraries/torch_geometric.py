@@ -69,7 +69,8 @@ class Classifier(pl.LightningModule):
         self.log("val_loss", self._loss(batch), batch_size=batch.num_graphs)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        # Not Adam: biases of keys and before batch statistics have gradients of rounding only, which it would enlarge.
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 class Isomorphism(Classifier):
