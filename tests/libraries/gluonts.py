@@ -78,10 +78,17 @@ def loader(batch: int, shuffled: bool) -> DataLoader:
     return DataLoader(windows(), batch, sampler=order(windows(), shuffled))  # type: ignore[arg-type]
 
 
-def of(kind: type, options: dict[str, Any]) -> list[Any]:
+class Descending(PatchTSTLightningModule):
+    """Biases of keys have gradients of rounding only, which the library's Adam would enlarge."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def of(name: str, kind: type, options: dict[str, Any]) -> list[Any]:
     given = {"model_kwargs": options, "lr": 1e-2}
     return rows_of(
-        kind.__name__.removesuffix("LightningModule"),
+        name,
         partial(kind, **given),
         loader,
         predicts=False,
@@ -90,7 +97,7 @@ def of(kind: type, options: dict[str, Any]) -> list[Any]:
 
 
 ROWS = [
-    *of(SimpleFeedForwardLightningModule, FEEDFORWARD),
-    *of(DeepARLightningModule, DEEPAR),
-    *of(PatchTSTLightningModule, PATCHES),
+    *of("SimpleFeedForward", SimpleFeedForwardLightningModule, FEEDFORWARD),
+    *of("DeepAR", DeepARLightningModule, DEEPAR),
+    *of("PatchTST", Descending, PATCHES),
 ]
