@@ -31,9 +31,7 @@ def images() -> list[ImageItem]:
         if is_anomaly := number % 4 == 3:
             mask[8:16, 8:16] = True
             image[:, mask] = 1.0
-        found.append(
-            ImageItem(image=image, gt_mask=mask, gt_label=torch.tensor(is_anomaly), image_path=__file__)
-        )
+        found.append(ImageItem(image=image, gt_mask=mask, gt_label=torch.tensor(is_anomaly), image_path=__file__))
     return found
 
 

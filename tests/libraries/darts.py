@@ -61,7 +61,9 @@ def of(name: str, kind: type, **options: Any) -> list[Any]:
 
 ROWS = [
     *of("NBEATSModel", NBEATSModel, num_stacks=2, num_layers=2, layer_widths=WIDTH, expansion_coefficient_dim=4),
-    *of("TiDEModel", TiDEModel, hidden_size=WIDTH, decoder_output_dim=4, dropout=0.0, use_reversible_instance_norm=True),
+    *of(
+        "TiDEModel", TiDEModel, hidden_size=WIDTH, decoder_output_dim=4, dropout=0.0, use_reversible_instance_norm=True
+    ),
     *of(
         "TransformerModel",
         TransformerModel,

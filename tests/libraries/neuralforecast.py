@@ -58,9 +58,7 @@ def network(kind: type, **options: Any) -> Any:
     return made
 
 
-built = partial(
-    rows_of, make_loader=loader, loads=lambda: {"weights_only": False}, package="pytorch_lightning"
-)
+built = partial(rows_of, make_loader=loader, loads=lambda: {"weights_only": False}, package="pytorch_lightning")
 ROWS = [
     *built("NHITS", partial(network, NHITS, mlp_units=3 * [[WIDTH, WIDTH]])),
     *built(

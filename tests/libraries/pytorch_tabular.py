@@ -41,9 +41,7 @@ def table() -> pd.DataFrame:
 
 def tabular(config: Any) -> tuple[Any, Any]:
     """Return a model of tables and its data module."""
-    columns = DataConfig(
-        target=["target"], continuous_cols=["first", "second"], categorical_cols=["kind", "place"]
-    )
+    columns = DataConfig(target=["target"], continuous_cols=["first", "second"], categorical_cols=["kind", "place"])
     trainer = TrainerConfig(accelerator="cpu", checkpoints=None, load_best=False, progress_bar="none")
     optimizer = OptimizerConfig(optimizer="SGD", optimizer_params={"momentum": 0.9})
     made = TabularModel(
