@@ -56,7 +56,17 @@ ROWS = [
     *built(
         "ReverseDistillation",
         partial(detector, ReverseDistillation, backbone="resnet18", pre_trained=False),
+        # Features are computed without gradients.
+        options={"ddp": {"find_unused_parameters": True}},
         batch_norm=True,
     ),
-    *built("Ganomaly", partial(detector, Ganomaly, batch_size=8, n_features=8, latent_vec_size=16), batch_norm=True),
+    *built(
+        "Ganomaly",
+        # Its thresholds of pixels would stay NaN, which is equal to nothing.
+        partial(detector, Ganomaly, batch_size=8, n_features=8, latent_vec_size=16, post_processor=False),
+        loads=lambda: {"pre_processor": pre_processor(), "post_processor": False},
+        # The discriminator and the generator are trained in turn.
+        options={"ddp": {"find_unused_parameters": True}},
+        batch_norm=True,
+    ),
 ]
