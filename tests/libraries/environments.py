@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -50,14 +51,16 @@ LIBRARIES: dict[str, Environment] = {
     # It asks for older versions of several packages.
     "pytorch_tabular": _library(
         "pytorch-tabular",
-        requests=("category-encoders", "einops", "pytorch-tabnet", "matplotlib"),
+        requests=("category-encoders", "einops", "pytorch-tabnet", "matplotlib", "scikit-base"),
         alone=("pytorch-tabular",),
     ),
     "matgl": _library("matgl"),
     "torchgeo": _vision("torchgeo"),
     "rl4co": _library("rl4co"),
-    "torch_geometric": _library("torch-geometric"),
-    "monai": _library("monai"),
+    # GraphGym is configured by yacs.
+    "torch_geometric": _library("torch-geometric", requests=("yacs",)),
+    # Transformers of monai need einops.
+    "monai": _library("monai", requests=("einops",)),
     "anomalib": _vision("anomalib"),
     "uq_box": _vision("lightning-uq-box"),
     "pyannote": _library("pyannote-audio"),
@@ -65,7 +68,8 @@ LIBRARIES: dict[str, Environment] = {
     "schnetpack": _library("schnetpack"),
     "torchmd": _library("torchmd-net"),
     "lifestream": _library("pytorch-lifestream"),
-    "careamics": _vision("careamics"),
+    # It imports pkg_resources, which later versions of setuptools lack.
+    "careamics": replace(_vision("careamics"), requests=(TORCHVISION, "setuptools<81")),
     "nequip": _library("nequip"),
     "cellarium": _library("cellarium-ml"),
     "terratorch": _vision("terratorch"),
