@@ -1,0 +1,74 @@
+"""lightning-uq-box: regressions that estimate their own error, and a classifier."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_uq_box.models import MLP
+from lightning_uq_box.uq_methods import DeterministicClassification, MVERegression, QuantileRegression
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.libraries.base import order, rows_of
+
+SAMPLES, FEATURES, CLASSES = 24, 8, 4
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+class Samples(Dataset):
+    """Features and a target, of a class or a number."""
+
+    def __init__(self, classes: int) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
+        self.targets = (
+            torch.randint(classes, (SAMPLES,), generator=generator)
+            if classes
+            else self.inputs.sum(dim=1, keepdim=True)
+        )
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input": self.inputs[index], "target": self.targets[index]}
+
+
+def loader(classes: int, batch: int, shuffled: bool) -> DataLoader:
+    data = Samples(classes)
+    return DataLoader(data, batch_size=batch, sampler=order(data, shuffled))
+
+
+def network(outputs: int) -> nn.Module:
+    return MLP(dropout_p=0.0, n_inputs=FEATURES, n_hidden=[32, 32], n_outputs=outputs)
+
+
+def method(kind: Any, outputs: int, *given: Any) -> Any:
+    return kind(network(outputs), *given, optimizer=partial(torch.optim.Adam, lr=1e-3, eps=1e-4))
+
+
+def loaded(outputs: int, **options: Any) -> dict[str, Any]:
+    return {"model": network(outputs), "optimizer": torch.optim.Adam, **options}
+
+
+# predict_step() takes features, not a batch of a loader.
+methods = partial(rows_of, predicts=False)
+ROWS = [
+    *methods(
+        "MVERegression", partial(method, MVERegression, 2, 0), partial(loader, 0), loads=partial(loaded, 2)
+    ),
+    *methods(
+        "QuantileRegression",
+        partial(method, QuantileRegression, len(QUANTILES), None, list(QUANTILES)),
+        partial(loader, 0),
+        loads=partial(loaded, len(QUANTILES)),
+    ),
+    *methods(
+        "DeterministicClassification",
+        partial(method, DeterministicClassification, CLASSES, nn.CrossEntropyLoss()),
+        partial(loader, CLASSES),
+        loads=None,
+    ),
+]
