@@ -22,13 +22,14 @@ HIDDEN = [32, 32]
 def loader(classes: int, batch: int, shuffled: bool) -> DataLoader:
     generator = torch.Generator().manual_seed(11)
     inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
-    targets = torch.randint(classes, (SAMPLES,), generator=generator) if classes else inputs.sum(dim=1)
+    # Learned in a few steps: some metrics are NaN for a classifier that is always wrong.
+    targets = inputs[:, :classes].argmax(dim=1) if classes else inputs.sum(dim=1)
     data = TensorDataset(inputs, targets)
     return DataLoader(data, batch_size=batch, sampler=order(data, shuffled))
 
 
 def recipe(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
 
 def classifier(network: Any, **options: Any) -> Any:
@@ -53,5 +54,6 @@ ROWS = [
         ),
         partial(loader, CLASSES),
     ),
-    *routines("RegressionRoutine, normal distribution", regression, partial(loader, 0)),
+    # Not shuffled.
+    *routines("RegressionRoutine, normal distribution", regression, partial(loader, 0))[:1],
 ]

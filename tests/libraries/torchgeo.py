@@ -43,6 +43,10 @@ class Classification(Damped, ClassificationTask):
     """Otherwise as it is."""
 
 
+class Regression(Damped, RegressionTask):
+    """Otherwise as it is."""
+
+
 def task(kind: Any, **options: Any) -> Any:
     return kind(in_channels=BANDS, **options)
 
@@ -60,7 +64,7 @@ ROWS = [
     ),
     *rows_of(
         "RegressionTask, resnet10t",
-        partial(task, RegressionTask, model="resnet10t"),
+        partial(task, Regression, model="resnet10t"),
         partial(loader, "label", 32, 0),
         batch_norm=True,
     ),

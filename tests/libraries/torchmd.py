@@ -78,6 +78,7 @@ def potential(kind: str, derivative: bool) -> Any:
     return Potential({**OPTIONS, "model": kind, "derivative": derivative})
 
 
+# Only the first is shuffled and loaded.
 ROWS = [
     *rows_of("LNNP, graph-network", partial(potential, "graph-network", False), loader),
     *rows_of(
@@ -85,5 +86,5 @@ ROWS = [
         partial(potential, "tensornet", True),
         loader,
         trainer=lambda: {"inference_mode": False},
-    ),
+    )[:1],
 ]
