@@ -5,16 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import anndata._core.index
 import numpy as np
 import torch
+from anndata._core import index
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-for _missing in ("Index", "Index1D"):
+if not hasattr(index, "Index"):
     # The library imports these types, which newer releases of anndata have elsewhere.
-    if not hasattr(anndata._core.index, _missing):
-        setattr(anndata._core.index, _missing, Any)
+    index.Index = index.Index1D = Any
 
 from cellarium.ml import CellariumModule
 from cellarium.ml.models import LogisticRegression, ProbabilisticPCA
@@ -43,9 +42,7 @@ def module(kind: Any, **options: Any) -> Any:
 
 
 # The model is among the hyperparameters.
-cells = partial(
-    rows_of, make_loader=loader, validates=False, predicts=False, loads=lambda: {"weights_only": False}
-)
+cells = partial(rows_of, make_loader=loader, validates=False, predicts=False, loads=lambda: {"weights_only": False})
 # Only the first is shuffled and loaded.
 ROWS = [
     *cells(

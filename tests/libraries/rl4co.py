@@ -55,7 +55,9 @@ def model(kind: Any, env: Any, **options: Any) -> Any:
 # The environment and the policy are among the hyperparameters.
 routes = partial(rows_of, predicts=False, loads=lambda: {"weights_only": False})
 ROWS = [
-    *routes("AttentionModel, no baseline", partial(model, AttentionModel, TSPEnv, baseline="no"), partial(loader, False)),
+    *routes(
+        "AttentionModel, no baseline", partial(model, AttentionModel, TSPEnv, baseline="no"), partial(loader, False)
+    ),
     *routes(
         "AttentionModel, critic",
         partial(model, AttentionModel, CVRPEnv, baseline="critic"),

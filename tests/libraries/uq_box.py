@@ -1,4 +1,7 @@
-"""lightning-uq-box: regressions that estimate their own error, and a classifier."""
+"""lightning-uq-box: regressions that estimate their own error.
+
+Its classifiers have a metric with counts of a process (``EmpiricalCoverage``), which several processes don't share.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,23 @@ from typing import Any
 
 import torch
 from lightning_uq_box.models import MLP
-from lightning_uq_box.uq_methods import DeterministicClassification, MVERegression, QuantileRegression
+from lightning_uq_box.uq_methods import MVERegression, QuantileRegression
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.libraries.base import order, rows_of
 
-SAMPLES, FEATURES, CLASSES = 24, 8, 4
+SAMPLES, FEATURES = 24, 8
 QUANTILES = (0.1, 0.5, 0.9)
 
 
 class Samples(Dataset):
-    """Features and a target, of a class or a number."""
+    """Features and a number."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
         self.inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
-        self.targets = (
-            torch.randint(classes, (SAMPLES,), generator=generator)
-            if classes
-            else self.inputs.sum(dim=1, keepdim=True)
-        )
+        self.targets = self.inputs.sum(dim=1, keepdim=True)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -36,8 +35,8 @@ class Samples(Dataset):
         return {"input": self.inputs[index], "target": self.targets[index]}
 
 
-def loader(classes: int, batch: int, shuffled: bool) -> DataLoader:
-    data = Samples(classes)
+def loader(batch: int, shuffled: bool) -> DataLoader:
+    data = Samples()
     return DataLoader(data, batch_size=batch, sampler=order(data, shuffled))
 
 
@@ -57,17 +56,10 @@ def loaded(outputs: int, **options: Any) -> dict[str, Any]:
 methods = partial(rows_of, predicts=False)
 # Only the first is shuffled and loaded.
 ROWS = [
-    *methods(
-        "MVERegression", partial(method, MVERegression, 2, 0), partial(loader, 0), loads=partial(loaded, 2)
-    ),
+    *methods("MVERegression", partial(method, MVERegression, 2, 0), loader, loads=partial(loaded, 2)),
     *methods(
         "QuantileRegression",
         partial(method, QuantileRegression, len(QUANTILES), None, list(QUANTILES)),
-        partial(loader, 0),
-    )[:1],
-    *methods(
-        "DeterministicClassification",
-        partial(method, DeterministicClassification, CLASSES, nn.CrossEntropyLoss()),
-        partial(loader, CLASSES),
+        loader,
     )[:1],
 ]
