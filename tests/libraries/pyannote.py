@@ -12,6 +12,7 @@ from pyannote.database.protocol import SpeakerDiarizationProtocol
 from torch.utils.data import DataLoader, Dataset
 
 from tests.libraries.base import order, rows_of
+from tests.libraries.damped import Damped
 
 SAMPLES, RATE, SECONDS = 24, 16000, 0.25
 
@@ -69,9 +70,13 @@ def loader(batch: int, shuffled: bool) -> DataLoader:
     return DataLoader(data, batch_size=batch, sampler=order(data, shuffled))
 
 
+class Segmenter(Damped, PyanNet):
+    """Otherwise as it is."""
+
+
 def network(**options: Any) -> Any:
     lstm, linear = {"hidden_size": 16, "num_layers": 2, **options}, {"hidden_size": 16, "num_layers": 2}
-    return PyanNet(sample_rate=RATE, lstm=lstm, linear=linear, task=Activity())
+    return Segmenter(sample_rate=RATE, lstm=lstm, linear=linear, task=Activity())
 
 
 # The specifications of the task are in the checkpoint. Only the first is shuffled and loaded.
