@@ -13,7 +13,8 @@ from torchmdnet.module import LNNP
 from tests.libraries.base import order, rows_of
 from tests.libraries.damped import Damped
 
-SAMPLES, ATOMS, DIM = 24, 5, 16
+# A number of samples with which all batches are of one size: the library averages over batches.
+SAMPLES, ATOMS, DIM = 32, 5, 16
 OPTIONS = {
     "load_model": None,
     "precision": 32,
