@@ -23,6 +23,15 @@ if torch.version.cuda is None:
     declared = [f'torch.library.define("torchvision::{name}", "{schema}")' for name in ("nms", "qnms")]
     file.write_text("\\n".join(["import torch", *declared, file.read_text()]))
 """
+# So has it torchaudio, which works without its compiled operators where it does not find them.
+_HIDE_OPERATORS = """
+from importlib.util import find_spec
+from pathlib import Path
+import torch
+folder = Path(find_spec("torchaudio").origin).with_name("lib")
+if torch.version.cuda is None:
+    folder.rename(folder.with_name("lib_of_cuda"))
+"""
 # Environment variable of the processes that train the reference.
 REFERENCE = "TRAINWRIGHT_LIBRARIES_REFERENCE"
 
@@ -63,7 +72,7 @@ LIBRARIES: dict[str, Environment] = {
     "monai": _library("monai", requests=("einops",)),
     "anomalib": _vision("anomalib"),
     "uq_box": _vision("lightning-uq-box"),
-    "pyannote": _library("pyannote-audio"),
+    "pyannote": _library("pyannote-audio", prepare=_HIDE_OPERATORS),
     "torch_uncertainty": _vision("torch-uncertainty"),
     "schnetpack": _library("schnetpack"),
     "torchmd": _library("torchmd-net"),
