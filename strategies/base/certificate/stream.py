@@ -271,6 +271,7 @@ class Streamed:
                     use_reentrant=False,
                     preserve_rng_state=False,
                     determinism_check="none",
+                    early_stop=False,  # its exception would end in functions that TorchScript has compiled
                     **kwargs,
                 )
             finally:
