@@ -68,8 +68,8 @@ def test_unknown_name_suggests_the_nearest():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"stage": 4}, "strategy.stage=4: must be a whole number of at least 1 and at most 3"),
-        ({"stage": 2, "offload": "parameters"}, "only stage 3 shards parameters; type strategy.stage=3"),
+        ({"stage": 4}, "ZeroStrategy: stage=4: must be a whole number of at least 1 and at most 3"),
+        ({"stage": 2, "offload": "parameters"}, "only stage 3 shards parameters; type stage=3"),
         ({"stage": 2, "offload": "disk"}, "offload=disk: unknown; allowed: none, optimizer, parameters"),
         ({"activation_checkpointing": "selective"}, "checkpoint_modules="),
     ],

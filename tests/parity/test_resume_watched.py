@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.harness import Saver, make_trainer, world_size
-from trainwright.trainer.loop import data_ranks
+from trainwright.trainer.loop import remembered_logs
 from trainwright.trainer.loop.remembered_logs import redistribute
 
 SAMPLES, BATCH = 24, 4  # six steps an epoch
@@ -217,11 +217,11 @@ def test_a_resumed_run_reads_the_loaders_of_the_last_reload(tmp_path: Path, hook
         assert torch.equal(whole, resumed)
 
 
-def mean_of_epoch(path: str, saves: bool, most_logged: int = data_ranks.MOST_LOGGED) -> dict[str, float]:
+def mean_of_epoch(path: str, saves: bool, most_logged: int = remembered_logs.MOST_LOGGED) -> dict[str, float]:
     torch.manual_seed(5)
     module = Net()
     module.net[2] = nn.Identity()
-    with mock.patch.object(data_ranks, "MOST_LOGGED", most_logged):
+    with mock.patch.object(remembered_logs, "MOST_LOGGED", most_logged):
         fit(module, [Saver(path, "batch", 4)] if saves else [], None if saves else path, max_steps=6)
     return module.ends[0][1]
 

@@ -195,9 +195,9 @@ def test_pattern_errors_on_every_rank(ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"shard": 1, "context": 2}, ["context=2", "type strategy.context=1"]),
+        ({"shard": 1, "context": 2}, ["context=2", "type context=1"]),
         ({"placement": {"*": "parameter_server"}}, ["strategy=parameter_server"]),
-        ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without strategy.placement"]),
+        ({"placement": {}, "table_servers": 2}, ["table_servers=2", "without placement"]),
     ],
 )
 def test_option_errors(options, words):

@@ -76,7 +76,7 @@ def test_refuses_unknown_names():
     ("mode", "patterns", "told"),
     [
         ("some", None, "allowed: none, full, selective"),
-        ("selective", None, "which modules? Type 'strategy.checkpoint_modules="),
+        ("selective", None, "which modules? Type 'checkpoint_modules="),
         ("full", ["layers.*"], "is read with selective only"),
     ],
 )

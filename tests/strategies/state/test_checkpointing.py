@@ -332,7 +332,7 @@ class Unserializable(pl.Callback):
 
 
 def test_refuses_unserializable_callback_state(tmp_path):
-    trainer = trainer_of(callbacks=[Unserializable()])
+    trainer = trainer_of(options={"one_file": False}, callbacks=[Unserializable()])
     trainer.fit(Net(), data())
     with pytest.raises(CheckpointError, match="callbacks/Unserializable/why is a builtins.object"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
