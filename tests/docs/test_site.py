@@ -80,7 +80,9 @@ def test_docstrings_name_every_argument(name: str) -> None:
     if not inspect.isfunction(own) or hasattr(public, "__dataclass_fields__"):
         return
     documented = re.findall(r"^    \*{0,2}(\w+):", text.partition("Args:\n")[2], re.MULTILINE)
-    assert [each for each in inspect.signature(inspect.unwrap(own)).parameters if each != "self" and each not in documented] == []
+    assert [
+        each for each in inspect.signature(inspect.unwrap(own)).parameters if each != "self" and each not in documented
+    ] == []
 
 
 def test_roles_and_comments_become_markdown() -> None:

@@ -70,7 +70,7 @@ exactly = partial(dict, precision="64-true")
 no_norm = {"decoder_use_norm": False}
 ROWS = [
     *rows_of("Unet, resnet18", partial(network, "unet", "resnet18"), loader, batch_norm=True, trainer=exactly),
-    *rows_of("Unet, mit_b0", partial(network, "unet", "mit_b0", **no_norm), loader),
+    *rows_of("Unet, mit_b0", partial(network, "unet", "mit_b0", **no_norm), loader, trainer=exactly),
     *rows_of("FPN, mit_b0", partial(network, "fpn", "mit_b0", decoder_dropout=0.0), loader),
     *rows_of(
         "DeepLabV3Plus, resnet18",
