@@ -20,7 +20,6 @@ def test_page_is_up_to_date() -> None:
 
 # Modules of which cells are still wrong, and why, as far as that is known.
 WRONG = {
-    ("segmentation_models", "Unet, mit_b0"): "its loaded row was recorded in single precision, in which rounding grows",
     ("torchgeo", "RegressionTask, resnet10t"): "a bias of norm 1e-2 differs by 1e-6",
     ("anomalib", "ReverseDistillation"): "not known; a loss differs by 5e-5 in the third step",
     ("monai", "ViTAutoEnc"): "its tensors refuse to meet those that follow a pipeline's values",
