@@ -33,7 +33,7 @@ def format_problems(problems: Sequence[str]) -> str:
 
 
 def first_of(problems: Sequence[str]) -> str:
-    """Return the first problem, and how many more there are: of a module, mostly of the same kind."""
+    """Return the first problem and the number of others; those of a module are mostly of one kind."""
     more = len(problems) - 1
     return problems[0] + (
         f" (And {more} more problem{'s' if more > 1 else ''} of this kind or others.)" if more else ""

@@ -130,15 +130,19 @@ def _tensors(
         yield path, batch, None if within else _dim_of(batch, path, dims)
     within = within or kind_of(batch) is not None
     for name, value in _children(batch):
-        yield from _tensors(value, dims, f"{path}.{name}" if path else str(name), within)
+        yield from _tensors(value, dims, _path_of(path, name), within)
 
 
 def _sizes_of_objects(batch: Any, path: str = "") -> dict[str, int]:
     kind = kind_of(batch)
     if kind is not None:
         return {path: kind.size(batch)}
-    children = ((f"{path}.{name}" if path else str(name), value) for name, value in _children(batch))
+    children = ((_path_of(path, name), value) for name, value in _children(batch))
     return {key: size for each, value in children for key, size in _sizes_of_objects(value, each).items()}
+
+
+def _path_of(parent: str, name: Any) -> str:
+    return f"{parent}.{name}" if parent else str(name)
 
 
 def _children(batch: Any) -> list[tuple[Any, Any]]:
@@ -167,8 +171,7 @@ def _slice(batch: Any, piece: slice, size: int, dims: BatchDims, path: str) -> A
     if isinstance(batch, np.ndarray) and batch.ndim and len(batch) == size:
         return batch[piece]
     if children := _children(batch):
-        paths = {name: f"{path}.{name}" if path else str(name) for name, _ in children}
-        return _rebuilt(batch, {n: _slice(value, piece, size, dims, paths[n]) for n, value in children})
+        return _rebuilt(batch, {n: _slice(value, piece, size, dims, _path_of(path, n)) for n, value in children})
     if any(isinstance(value, Tensor) for value in getattr(batch, "__dict__", {}).values()):
         raise TypeError(
             f"The batch holds a {type(batch).__name__}{f' at {path!r}' if path else ''}, whose tensors cannot be split "
