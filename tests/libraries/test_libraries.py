@@ -27,8 +27,6 @@ WRONG = {
     ("pyannote", "PyanNet, layer by layer"): "as above",
     ("schnetpack", "AtomisticTask, SchNet"): "a hyperparameter is the trained module, which ranks hold parts of",
     ("cellarium", "CellariumModule, LogisticRegression"): "a hyperparameter is a module on the meta device",
-    ("pytorch_forecasting", "TiDEModel"): "a rank fails in the loaded row; equal when repeated by hand",
-    ("darts", "TransformerModel"): "as above",
 }
 
 

@@ -32,7 +32,10 @@ class Ranks:
         self._own, self._reference = RankPool(), RankPool()
 
     def __call__(self, function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-        _, _, layout, *_ = args
+        _, name, layout, *_ = args
+        if name.endswith(LOADED):  # in new processes, since default arguments of a library may keep an earlier graph
+            self._own.close()
+            self._own = RankPool()
         with TemporaryDirectory() as folder, chdir(folder):
             if layout is not None:
                 return self._own.run(function, world_size, *args, **options)
